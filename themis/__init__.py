@@ -1,0 +1,44 @@
+"""Themis: fast Mixture-of-Experts training under skewed routing, with Fully Sharded Sparse Data Parallelism.
+
+The public names load on first use, so that the planners can be imported without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from themis.fssdp import MixedPrecision, clip_grad_norm_, parallelize, step_report
+    from themis.policies import EP, Themis, ThemisRM, Uniform
+
+_HOME = {
+    "EP": "themis.policies",
+    "MixedPrecision": "themis.fssdp",
+    "Themis": "themis.policies",
+    "ThemisRM": "themis.policies",
+    "Uniform": "themis.policies",
+    "clip_grad_norm_": "themis.fssdp",
+    "parallelize": "themis.fssdp",
+    "step_report": "themis.fssdp",
+}
+
+__all__ = [
+    "EP",
+    "MixedPrecision",
+    "Themis",
+    "ThemisRM",
+    "Uniform",
+    "__version__",
+    "clip_grad_norm_",
+    "parallelize",
+    "step_report",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'themis' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,186 @@
+"""The verbs of the runtime, in the manner of FSDP2: they work on a model in place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from themis.comm.communicator import Communicator
+from themis.comm.mesh import Mesh
+from themis.core.cost import LayerCost
+from themis.core.errors import ConfigError, require
+from themis.core.placement import even_owner
+from themis.core.topology import Topology
+from themis.fssdp.adapters import MoESite, find_sites
+from themis.fssdp.executor import Executor, SparseDispatcher
+from themis.fssdp.expert_shard import ExpertShard
+from themis.fssdp.grad_norm import total_gradient_norm
+from themis.fssdp.optimizers import OptimizerWatch
+from themis.fssdp.precision import MixedPrecision
+from themis.fssdp.sharded_layer import ShardedLayer
+from themis.fssdp.step_report import LayerReport, report_layer
+from themis.policies import Policy, Themis
+
+#: Nominal speeds that calibration prices experts with, FLOP/s by device type: a 2-core CPU share, a data-centre GPU.
+NOMINAL_FLOPS_PER_S = {"cpu": 50e9, "cuda": 400e12}
+
+_ATTRIBUTE = "_themis_executor"
+
+Dense = Literal["replicate", "fully_shard", "none"]
+
+
+def parallelize(
+    model: nn.Module,
+    topology: Topology | None = None,
+    *,
+    policy: Policy | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    dense: Dense = "replicate",
+    flops_per_s: float | None = None,
+    timeout_s: float = 60.0,
+) -> nn.Module:
+    """Train `model` with Fully Sharded Sparse Data Parallelism over all ranks; returns it, changed in place.
+
+    Call it on every rank, on the device the model is to train on, after torch.distributed is initialised (without,
+    it is a world of one), and build the optimizer afterwards. Each rank keeps the parameters of the experts it owns,
+    under their old names; the others leave the model. Gradients are averaged over ranks, experts' and dense alike.
+
+    topology: nodes and devices, by default read from torchrun's environment; policy: who holds which expert when, by
+    default the paper's; mixed_precision: types in which experts compute and reduce; dense: what becomes of all other
+    parameters: torch's replicate (DDP) or fully_shard, or none (their gradients are the caller's); flops_per_s: a
+    device's speed, for calibration; timeout_s: the most seconds any wait on a peer may take before PeerError.
+    Raises ConfigError on a model without MoE layers, or a topology that does not fit the world.
+    """
+    choices = ("replicate", "fully_shard", "none")
+    require(dense in choices, "dense", dense, "one of " + ", ".join(choices))
+    if hasattr(model, _ATTRIBUTE):
+        raise ConfigError("the model has been parallelized before; build a new one")
+    sites = find_sites(model)
+    device = next(model.parameters()).device
+    mesh = Mesh.create(topology, device=device, timeout_s=timeout_s)
+    watch = OptimizerWatch(model)
+    communicator = Communicator(mesh)
+    chosen = policy if policy is not None else Themis()
+    precision = mixed_precision if mixed_precision is not None else MixedPrecision()
+    speed = flops_per_s if flops_per_s is not None else NOMINAL_FLOPS_PER_S.get(device.type, 50e9)
+    require(speed > 0, "flops_per_s", speed, "above zero")
+    layers = [_shard_site(i, site, chosen, precision, mesh, communicator, speed) for i, site in enumerate(sites)]
+    executor = Executor(mesh, communicator, chosen, layers, watch)
+    watch.on_step = executor.end_iteration
+    _install(model, sites, executor)
+    _parallelize_dense(model, sites, mesh, dense, precision)
+    # Not a submodule, and not copied or saved with the model.
+    object.__setattr__(model, _ATTRIBUTE, executor)
+    return model
+
+
+def executor_of(model: nn.Module) -> Executor:
+    """The executor of a parallelized model."""
+    executor = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(executor, Executor):
+        raise ConfigError(
+            f"the model ({type(model).__name__}) is not parallelized; call themis.parallelize(model) first"
+        )
+    return executor
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of the experts that this rank owns."""
+    return [p for layer in executor_of(model).layers for p in layer.shard.experts.parameters()]
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients of `model` so that their norm over all experts and dense parameters is at most `max_norm`.
+
+    Returns the norm before, the one that a single process would have found; the same on all ranks. A collective.
+    """
+    owned = expert_parameters(model)
+    ids = {id(parameter) for parameter in owned}
+    dense = [parameter for parameter in model.parameters() if id(parameter) not in ids]
+    total_norm = total_gradient_norm(dense, owned, executor_of(model).mesh, norm_type)
+    # Apart: sharded dense gradients (DTensor) and experts' plain ones cannot be scaled in one call.
+    for parameters in (dense, owned):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
+    return total_norm
+
+
+def step_report(model: nn.Module) -> list[LayerReport]:
+    """One LayerReport a layer on its last training pass; empty before the first. No communication."""
+    reports = [report_layer(layer, layer.cost.token_bytes) for layer in executor_of(model).layers]
+    return [report for report in reports if report is not None]
+
+
+def _shard_site(
+    index: int,
+    site: MoESite,
+    policy: Policy,
+    precision: MixedPrecision,
+    mesh: Mesh,
+    communicator: Communicator,
+    flops_per_s: float,
+) -> ShardedLayer:
+    experts = site.layer.experts
+    shard = ExpertShard(experts, even_owner(experts.num_experts, mesh.world_size), mesh.rank, precision)
+    # A token meets each weight of its expert once in forward and twice in backward, two operations each.
+    cost = LayerCost(
+        expert_s_per_token=6 * shard.layout.numel / flops_per_s,
+        token_bytes=site.layer.config.width * shard.param_dtype.itemsize,
+        expert_bytes=shard.expert_bytes,
+    )
+    return ShardedLayer(index, shard, policy, mesh, communicator, cost)
+
+
+def _install(model: nn.Module, sites: list[MoESite], executor: Executor) -> None:
+    # The hooks hold the executor weakly: model -> executor -> model would keep its threads past the model's life.
+    ref = weakref.ref(executor)
+
+    def start_forward(module: nn.Module, _: object) -> None:
+        alive = ref()
+        assert alive is not None
+        alive.begin_forward(module.training)
+
+    model.register_forward_pre_hook(start_forward, prepend=True)
+    for site, layer in zip(sites, executor.layers, strict=True):
+        site.layer.dispatcher = SparseDispatcher(executor, layer)
+        if site.block is not site.layer:
+            site.block.register_forward_pre_hook(_prefetch_hook(ref, layer), with_kwargs=True, prepend=True)
+
+
+def _prefetch_hook(
+    ref: weakref.ref[Executor], layer: ShardedLayer
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def start_block(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        alive = ref()
+        assert alive is not None
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        # A checkpointed block is recomputed from the very tensors of its forward.
+        key = (tensors[0].data_ptr(), tuple(tensors[0].shape)) if tensors else None
+        alive.begin_block(layer, key)
+
+    return start_block
+
+
+def _parallelize_dense(
+    model: nn.Module, sites: list[MoESite], mesh: Mesh, dense: Dense, precision: MixedPrecision
+) -> None:
+    if mesh.world_size == 1 or dense == "none":
+        return
+    experts = [site.layer.experts for site in sites]
+    if dense == "replicate":
+        replicate(model, ignored_modules=experts, process_group=mesh.dense_group)
+        return
+    ignored = {parameter for module in experts for parameter in module.parameters()}
+    device_mesh = DeviceMesh.from_group(mesh.dense_group, mesh.device.type)
+    types = MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
+    for site in sites:
+        if site.block is not site.layer:
+            fully_shard(site.block, mesh=device_mesh, ignored_params=ignored, mp_policy=types)
+    fully_shard(model, mesh=device_mesh, ignored_params=ignored, mp_policy=types)

@@ -1,0 +1,197 @@
+"""The executor: runs the FSSDP workflow of one model on one rank (Themis paper, section 4.1; DESIGN, section 6).
+
+Concurrency in one place. Forward: a hook before each block issues SparseAllGather(l) on the communicator's queue; the
+layer awaits it after its gate. Backward: the experts' backward of layer l issues, in this order, the second
+SparseAllGather(l - 1) where replicas were freed, and SparseReduceScatter(l); both run under the attention's backward.
+A callback at the end of autograd's pass awaits the reductions and adds them to the owners' gradients. Every rank runs
+the same layers in the same order, so it fills its queue in the same order.
+
+An iteration ends with the first optimizer step after a counted pass. Owners move only at the start of a training
+forward, when no gradient or replica is under way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from themis.comm.collectives import all_reduce_max
+from themis.comm.communicator import Communicator
+from themis.comm.mesh import Mesh
+from themis.core.errors import ConfigError
+from themis.fssdp.call import LayerCall
+from themis.fssdp.optimizers import OptimizerWatch
+from themis.fssdp.reshard import move_experts
+from themis.fssdp.sharded_layer import ShardedLayer
+from themis.moe.dispatch import DispatchCall, Dispatcher
+from themis.planning import LoadPredictor
+from themis.policies import Policy
+
+#: The attention's time is agreed once, after this many iterations: the first ones warm up.
+ATTENTION_ITERATIONS = 5
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread, as it is when a checkpointed block is recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@final
+class Executor:
+    """Drives the layers of one model on one rank."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        communicator: Communicator,
+        policy: Policy,
+        layers: Sequence[ShardedLayer],
+        watch: OptimizerWatch,
+    ) -> None:
+        self.mesh = mesh
+        self.communicator = communicator
+        self.policy = policy
+        self.layers = list(layers)
+        self.layers[-1].is_last = True
+        self.predictor = LoadPredictor()
+        self.iteration = 0
+        self.watch = watch
+        self._resharded_at = 0
+        self._predicted_LE: NDArray[np.float64] | None = None
+        self._pending: dict[int, LayerCall] = {}
+        self._latest: weakref.ref[LayerCall] | None = None
+        self._callback_queued = False
+        for layer in self.layers:
+            layer.on_backward = self._queue_finish
+
+    @property
+    def owner_LE(self) -> NDArray[np.int64]:
+        """int64 [L, E]: the owners of all layers' experts."""
+        return np.stack([layer.shard.owner_E for layer in self.layers])
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes now held by replicas on this rank, all layers together."""
+        return sum(layer.replica_bytes for layer in self.layers)
+
+    def begin_forward(self, training: bool) -> None:
+        """A forward of the whole model starts: between iterations, owners may move."""
+        if in_backward():
+            return
+        self._latest = None
+        self._pending.clear()
+        if training and torch.is_grad_enabled() and self._resharded_at != self.iteration:
+            self._resharded_at = self.iteration
+            self._agree_on_attention()
+            owner_LE = self.policy.reshard(self.iteration, self._predicted_LE, self.owner_LE, self.layers[0].context())
+            self.set_owners(owner_LE)
+
+    def set_owners(self, owner_LE: NDArray[np.int64]) -> None:
+        """Move experts, with the states of all watched optimizers, to the owners `owner_LE`. A collective."""
+        if not np.array_equal(owner_LE, self.owner_LE):
+            move_experts(self.layers, owner_LE, self.watch.optimizers(), self.mesh)
+
+    def begin_block(self, layer: ShardedLayer, key: object) -> None:
+        """The block of `layer` starts: its replicas set out (prefetch), under the attention that runs next."""
+        layer.clock.start()
+        self._pending[layer.index] = self._begin(layer, key)
+
+    def take_call(self, layer: ShardedLayer) -> LayerCall:
+        """The call for the pass that reaches `layer` now; begun here where no block announced it."""
+        call = self._pending.pop(layer.index, None)
+        return call if call is not None else self._begin(layer, None)
+
+    def end_iteration(self) -> None:
+        """The optimizer has stepped: what was counted becomes one observation of the load."""
+        counted_LE = np.stack([layer.counted_ED.sum(axis=1) for layer in self.layers])
+        if not counted_LE.any():
+            return
+        self.predictor.observe(counted_LE.astype(np.float64))
+        self._predicted_LE = self.predictor.predict()
+        self.iteration += 1
+        for layer in self.layers:
+            layer.counted_ED[:] = 0
+            layer.end_iteration()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs, as JSON-able values; the experts' content is the model's and the optimizer's own."""
+        return {
+            "iteration": self.iteration,
+            "owner_LE": self.owner_LE.tolist(),
+            "predictor": self.predictor.state_dict(),
+            "attention_s": [layer.attention_s for layer in self.layers],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up `state`; a collective, as experts move to their owners. Call it before building the optimizer."""
+        owner_LE = np.asarray(state["owner_LE"], dtype=np.int64)
+        if owner_LE.shape != self.owner_LE.shape:
+            raise ConfigError(f"owner_LE of the state has shape {owner_LE.shape}; the model's is {self.owner_LE.shape}")
+        if owner_LE.size and owner_LE.max() >= self.mesh.world_size:
+            owner_LE = self.owner_LE  # saved by more ranks: start from even owners here
+        self.set_owners(owner_LE)
+        self.iteration = self._resharded_at = int(state["iteration"])
+        self.predictor.load_state_dict(state["predictor"])
+        self._predicted_LE = self.predictor.predict()
+        for layer, attention_s in zip(self.layers, state["attention_s"], strict=True):
+            layer.attention_s = attention_s
+
+    def close(self) -> None:
+        """Stop watching optimizers and end the communicator and the mesh."""
+        self.watch.close()
+        self.communicator.close()
+        self.mesh.close()
+
+    def _begin(self, layer: ShardedLayer, key: object) -> LayerCall:
+        if in_backward():
+            call = layer.find_call(key)
+            if call is not None:
+                call.recompute()
+                return call
+        load_E = None if self._predicted_LE is None else self._predicted_LE[layer.index]
+        training = layer.shard.experts.training
+        call = layer.open_call(load_E, key, keep=training and not torch.is_grad_enabled())
+        call.previous, self._latest = self._latest, weakref.ref(call)
+        return call
+
+    def _queue_finish(self) -> None:
+        if not self._callback_queued:
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        self._callback_queued = False
+        for layer in reversed(self.layers):
+            reductions, layer.pending_reductions = layer.pending_reductions, []
+            for reduction in reductions:
+                reduction.finish()
+
+    def _agree_on_attention(self) -> None:
+        """Every rank must plan with the same window: the slowest rank's, measured once."""
+        means = [layer.clock.mean_s() for layer in self.layers]
+        if self.iteration != ATTENTION_ITERATIONS:
+            return
+        seconds_L = torch.tensor([mean or 0.0 for mean in means], dtype=torch.float64, device=self.mesh.device)
+        all_reduce_max(self.mesh, seconds_L)
+        for layer, attention_s in zip(self.layers, seconds_L.tolist(), strict=True):
+            layer.attention_s = attention_s
+
+
+@final
+class SparseDispatcher(Dispatcher):
+    """Lets a layer's passes run through the executor."""
+
+    def __init__(self, executor: Executor, layer: ShardedLayer) -> None:
+        self._executor = executor
+        self._layer = layer
+
+    def begin(self, tokens_TM: Tensor) -> DispatchCall:
+        """See Dispatcher."""
+        del tokens_TM
+        return self._executor.take_call(self._layer)

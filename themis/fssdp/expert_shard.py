@@ -1,0 +1,102 @@
+"""One layer's shard on one rank: the experts it owns, each a contiguous chunk (Themis paper, section 3.1)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from themis.fssdp.precision import MixedPrecision
+from themis.moe.experts import Experts
+
+
+@final
+class ExpertShard:
+    """Keeps `experts` down to the experts that `rank` owns, their parameters views into one chunk each.
+
+    The parameters keep their identity, so an optimizer built before may go on with those that stay. `owner_E` is
+    int64 [E], the same on every rank.
+    """
+
+    def __init__(self, experts: Experts, owner_E: NDArray[np.int64], rank: int, precision: MixedPrecision) -> None:
+        self.experts = experts
+        self.layout = experts.layout
+        self.owner_E = owner_E
+        self.rank = rank
+        sample = next(iter(experts.parameters()))
+        self.master_dtype, self.device = sample.dtype, sample.device
+        self.param_dtype = precision.param_dtype or self.master_dtype
+        self.reduce_dtype = precision.reduce_dtype or self.master_dtype
+        self.trainable = {name: parameter.requires_grad for name, parameter in experts.expert(0).items()}
+        self._chunks: dict[int, Tensor] = {}
+        for e in range(experts.num_experts):
+            if owner_E[e] == rank:
+                self._chunks[e] = self._gather_into_chunk(e)
+            else:
+                delattr(experts, str(e))
+
+    @property
+    def owned(self) -> list[int]:
+        """The experts of this shard, ascending."""
+        return sorted(self._chunks)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one chunk on the wire, the paper's Psi."""
+        return self.layout.numel * self.param_dtype.itemsize
+
+    def chunk(self, e: int) -> Tensor:
+        """The master chunk of an owned expert, flat."""
+        chunk = self._chunks[e]
+        name, parameter = next(iter(self.experts.expert(e).items()))
+        if parameter.data_ptr() != self.layout.views(chunk)[name].data_ptr():
+            # The user moved or cast the module; the parameters are the truth.
+            chunk = self._chunks[e] = self._gather_into_chunk(e)
+        return chunk
+
+    def compute_chunk(self, e: int) -> Tensor:
+        """The chunk of an owned expert in `param_dtype`: the master itself where the types agree, else a copy."""
+        return self.chunk(e).to(self.param_dtype)
+
+    def parameters(self, e: int) -> dict[str, nn.Parameter]:
+        """The parameters of an owned expert by name."""
+        return dict(self.experts.expert(e).items())
+
+    def add_gradient(self, e: int, gradient: Tensor) -> None:
+        """Add the flat `gradient` of an owned expert, in `reduce_dtype`, to the gradients of its parameters."""
+        views = self.layout.views(gradient.to(self.master_dtype))
+        for name, parameter in self.parameters(e).items():
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = views[name]
+            else:
+                parameter.grad.add_(views[name])
+
+    def give(self, e: int) -> None:
+        """Let go of an owned expert; its new owner has it already."""
+        del self._chunks[e]
+        delattr(self.experts, str(e))
+
+    def take(self, e: int, chunk: Tensor) -> dict[str, nn.Parameter]:
+        """Become the owner of expert `e` with the flat master `chunk`; its new parameters come back by name."""
+        self._chunks[e] = chunk
+        parameters = {
+            name: nn.Parameter(view, requires_grad=self.trainable[name])
+            for name, view in self.layout.views(chunk).items()
+        }
+        self.experts.add_module(str(e), nn.ParameterDict(parameters))
+        return parameters
+
+    @torch.no_grad()
+    def _gather_into_chunk(self, e: int) -> Tensor:
+        parameters = self.parameters(e)
+        sample = next(iter(parameters.values()))
+        chunk = torch.zeros(self.layout.numel, dtype=sample.dtype, device=sample.device)
+        for name, view in self.layout.views(chunk).items():
+            view.copy_(parameters[name])
+            parameters[name].data = view
+        return chunk

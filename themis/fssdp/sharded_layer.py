@@ -1,0 +1,165 @@
+"""One MoE layer in the runtime: its shard, its open calls, and the way of its gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from themis.comm.communicator import Communicator, Work
+from themis.comm.mesh import Mesh
+from themis.comm.sparse import sparse_reduce_scatter
+from themis.core.cost import LayerCost
+from themis.fssdp.call import CallState, Decision, LayerCall
+from themis.fssdp.clock import AttentionClock
+from themis.fssdp.expert_shard import ExpertShard
+from themis.policies import LayerContext, Policy
+
+#: Told of each event: its name and the layer's index.
+Recorder = Callable[[str, int], None]
+
+
+@final
+class Reduction:
+    """Gradients of owned experts on their way: complete once `work` is done."""
+
+    def __init__(self, shard: ExpertShard, gradients: dict[int, Tensor], work: Work | None) -> None:
+        self._shard = shard
+        self._gradients = gradients
+        self._work = work
+
+    def finish(self) -> None:
+        """Wait for the replicas' gradients and add the sums to the parameters' gradients."""
+        if self._work is not None:
+            self._work.wait()
+        for e, gradient in self._gradients.items():
+            self._shard.add_gradient(e, gradient)
+
+
+@final
+class ShardedLayer:
+    """What the calls of layer `index` share on this rank."""
+
+    def __init__(
+        self,
+        index: int,
+        shard: ExpertShard,
+        policy: Policy,
+        mesh: Mesh,
+        communicator: Communicator,
+        cost: LayerCost,
+    ) -> None:
+        self.index = index
+        self.shard = shard
+        self.policy = policy
+        self.mesh = mesh
+        self.communicator = communicator
+        self.cost = cost
+        self.clock = AttentionClock(mesh.device)
+        self.anchor = torch.zeros(1, device=mesh.device, requires_grad=any(shard.trainable.values()))
+        self.attention_s: float | None = None
+        self.is_last = False
+        self.recorders: list[Recorder] = []
+        self.pending_reductions: list[Reduction] = []
+        self.on_backward: Callable[[], None] = lambda: None
+        #: Tokens of this iteration's counted passes by expert and rank; int64 [E, D].
+        self.counted_ED: NDArray[np.int64] = np.zeros((shard.experts.num_experts, mesh.world_size), dtype=np.int64)
+        #: The decisions of the last counted pass, for reports.
+        self.last_decision: Decision | None = None
+        self._open: list[weakref.ref[LayerCall]] = []
+        # Reentrant checkpointing runs its forward without a graph, so nothing else would keep these calls alive.
+        self._kept: list[LayerCall] = []
+
+    def context(self) -> LayerContext:
+        """What the policy may know."""
+        return LayerContext(self.mesh.topology, self.cost, self.attention_s)
+
+    def record(self, event: str) -> None:
+        """Tell the recorders of `event`."""
+        for recorder in self.recorders:
+            recorder(event, self.index)
+
+    def open_call(self, load_E: NDArray[np.float64] | None, key: object, keep: bool) -> LayerCall:
+        """A new pass for the predicted load; `keep` holds on to it until the iteration's end."""
+        call = LayerCall(self, self.policy.place(self.shard.owner_E, load_E, self.context()), key)
+        self._open.append(weakref.ref(call))
+        if keep:
+            self._kept.append(call)
+        return call
+
+    def find_call(self, key: object) -> LayerCall | None:
+        """The pass that is being recomputed: the youngest open one with this `key`, else the youngest of all."""
+        alive = [call for ref in self._open if (call := ref()) is not None and call.tokens_ED is not None]
+        matching = [call for call in alive if call.key == key]
+        candidates = matching or alive
+        return candidates[-1] if candidates else None
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes that replicas, and owned chunks in another type, hold in passes whose backward is still to come."""
+        return sum(call.replicas.num_bytes for ref in self._open if (call := ref()) is not None)
+
+    def end_iteration(self) -> None:
+        """Forget passes that will see no backward."""
+        self._kept.clear()
+        self._open = [ref for ref in self._open if ref() is not None]
+
+    def count_load(self, call: LayerCall) -> None:
+        """Count the pass once, when it first takes part in training."""
+        if call.counted or not self.shard.experts.training:
+            return
+        call.counted = True
+        self.last_decision = call.decision()
+        self.counted_ED += self.last_decision.tokens_ED
+
+    def after_experts(self, call: LayerCall) -> None:
+        """Free what the backward will gather again, or never need."""
+        if not torch.is_grad_enabled():
+            call.replicas.forget()
+        elif self.policy.rematerialize and not self.is_last and not call.recomputing:
+            # The last layer's backward comes next: it keeps what it has.
+            call.replicas.release()
+            self.record("released")
+
+    def reduce(self, call: LayerCall, gradients: Sequence[Tensor | None]) -> None:
+        """Issue SparseReduceScatter for the gradients of the pass, and the layer before's second SparseAllGather."""
+        self.on_backward()
+        chunks = self._gradient_chunks(call, gradients)
+        previous = call.previous() if call.previous is not None else None
+        if previous is not None and self.policy.rematerialize and previous.state is not CallState.REDUCED:
+            previous.replicas.issue_gather()
+        work = None
+        if call.replicas.plan.num_transfers:
+            self.record("reduce_issued")
+            name = f"sparse_reduce_scatter of layer {self.index}"
+            work = sparse_reduce_scatter(self.communicator, call.replicas.plan, chunks, name=name)
+        owned = {e: chunks[e] for e in self.shard.owned}
+        self.pending_reductions.append(Reduction(self.shard, owned, work))
+        if self.policy.rematerialize:
+            call.replicas.release()
+        else:
+            call.replicas.forget()
+        self._open = [ref for ref in self._open if ref() not in (None, call)]
+
+    def _gradient_chunks(self, call: LayerCall, gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Each slot's gradient as a chunk, divided by the ranks, as data parallelism averages; zero where idle."""
+        shard, scale = self.shard, 1.0 / self.mesh.world_size
+        names = list(shard.layout.shapes)
+        chunks = {}
+        for s, e in enumerate(call.replicas.slots):
+            chunk = torch.empty(shard.layout.numel, dtype=shard.reduce_dtype, device=shard.device)
+            views = shard.layout.views(chunk)
+            for name, gradient in zip(names, gradients[s * len(names) : (s + 1) * len(names)], strict=True):
+                if gradient is None:
+                    views[name].zero_()
+                elif gradient.dtype == chunk.dtype:
+                    torch.mul(gradient, scale, out=views[name])
+                else:
+                    views[name].copy_(gradient).mul_(scale)
+            chunks[e] = chunk
+        return chunks

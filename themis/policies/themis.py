@@ -1,0 +1,112 @@
+"""The paper's policy: per-iteration sparse materialisation, calibration, heterogeneous sharding (section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from themis.core.errors import require
+from themis.core.placement import Placement
+from themis.planning import calibrate, dispatch, materialize, overlap_degree, shard
+from themis.policies.base import LayerContext, Policy, place_owners_only
+
+
+@final
+@dataclass(frozen=True)
+class Themis(Policy):
+    """Fully Sharded Sparse Data Parallelism with Algorithms 1, 2 and 3.
+
+    budget: replicas a device and layer (m); overlap_degree: distinct replicated experts (t), None to derive it from
+    the measured attention time; reshard_interval: iterations between re-shardings (K), 0 for never; calibration:
+    whether replicas may be added after the gate, within calibration_s seconds (None: the attention's time);
+    dispatch_rule: "local-first" (Algorithm 3) or "balanced"; rematerialize: free replicas after the forward and
+    gather them again for the backward (Themis-RM).
+    """
+
+    budget: int = 2
+    overlap_degree: int | None = None
+    reshard_interval: int = 100
+    calibration: bool = True
+    calibration_s: float | None = None
+    dispatch_rule: Literal["local-first", "balanced"] = "local-first"
+    rematerialize: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.budget >= 0, "budget", self.budget, "0 or more replicas a device")
+        degree = self.overlap_degree
+        require(degree is None or degree >= 0, "overlap_degree", degree, "None, or 0 or more experts")
+        require(self.reshard_interval >= 0, "reshard_interval", self.reshard_interval, "0 or more iterations")
+        wait = self.calibration_s
+        require(wait is None or wait >= 0, "calibration_s", wait, "None, or zero or more seconds")
+        rules = ("local-first", "balanced")
+        require(self.dispatch_rule in rules, "dispatch_rule", self.dispatch_rule, " or ".join(map(repr, rules)))
+
+    @property
+    def name(self) -> str:
+        """See Policy."""
+        return "themis-rm" if self.rematerialize else "themis"
+
+    def replicas_per_device(self) -> int:
+        """The budget."""
+        return self.budget
+
+    def degree(self, context: LayerContext) -> int:
+        """The overlap degree t; the budget stands in until the attention's time is known."""
+        if self.overlap_degree is not None:
+            return self.overlap_degree
+        if context.attention_s is None:
+            return self.budget
+        return overlap_degree(context.attention_s, context.topology.ingress_bytes_per_s, context.cost.expert_bytes)
+
+    def reshard(
+        self, iteration: int, load_LE: NDArray[np.float64] | None, owner_LE: NDArray[np.int64], context: LayerContext
+    ) -> NDArray[np.int64]:
+        """Algorithm 2 every `reshard_interval` iterations."""
+        due = self.reshard_interval > 0 and iteration > 0 and iteration % self.reshard_interval == 0
+        if not due or load_LE is None:
+            return owner_LE
+        return shard(load_LE, context.topology, overlap_degree=self.degree(context), current_LE=owner_LE)
+
+    def place(self, owner_E: NDArray[np.int64], load_E: NDArray[np.float64] | None, context: LayerContext) -> Placement:
+        """Algorithm 1 on the predicted load."""
+        if load_E is None or self.budget == 0:
+            return place_owners_only(owner_E, context)
+        placement_ED = materialize(
+            owner_E, load_E, context.topology, overlap_degree=self.degree(context), budget=self.budget
+        )
+        return Placement(owner_E, placement_ED)
+
+    def force(self, num_tokens: int, top_k: int, num_experts: int) -> NDArray[np.int64] | None:
+        """The gate is free."""
+        del num_tokens, top_k, num_experts
+        return None
+
+    def calibrate(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> Placement:
+        """More replicas where the exact counts show that they pay for their own transfer."""
+        if not self.calibration or self.budget == 0:
+            return placement
+        limit_s = self.calibration_s if self.calibration_s is not None else context.attention_s
+        return calibrate(
+            placement,
+            tokens_ED,
+            context.topology,
+            overlap_degree=self.degree(context),
+            budget=self.budget,
+            cost=context.cost,
+            latency_budget_s=np.inf if limit_s is None else limit_s,
+            rule=self.dispatch_rule,
+        )
+
+    def route(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> NDArray[np.int64]:
+        """Algorithm 3, or the balanced rule."""
+        return dispatch(tokens_ED, placement.placement_ED, context.topology, rule=self.dispatch_rule, cost=context.cost)
+
+
+def ThemisRM(
+    budget: int = 2, overlap_degree: int | None = None, reshard_interval: int = 100, calibration: bool = True
+) -> Themis:
+    """Themis with re-materialisation: replicas of at most two layers live at a time."""
+    return Themis(budget, overlap_degree, reshard_interval, calibration, rematerialize=True)
