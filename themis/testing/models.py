@@ -110,9 +110,7 @@ class ScriptedPolicy(Policy):
         draw = np.random.default_rng((self.seed, iteration))
         return draw.integers(0, context.topology.num_devices, owner_LE.shape)
 
-    def place(
-        self, owner_E: NDArray[np.int64], load_E: NDArray[np.float64] | None, context: LayerContext
-    ) -> Placement:
+    def place(self, owner_E: NDArray[np.int64], load_E: NDArray[np.float64] | None, context: LayerContext) -> Placement:
         """Random replicas."""
         del load_E
         mask_ED = owner_mask(owner_E, context.topology.num_devices)
