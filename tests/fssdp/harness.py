@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Case:
     dense: str = "replicate"
     optimizer: str = "adamw"
     evaluate: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
+    keep_steps: bool = True  # outputs and gradients of every step
 
 
 def build(case: Case) -> TinyMoE:
@@ -88,8 +88,10 @@ def train_on_rank(rank: int, case: Case) -> dict[str, Any]:
             loss = rank_loss(output_TM) + losses
             (loss / case.accumulate).backward()
             result["losses"].append(loss.item())
-            result["outputs"].append(output_TM.detach().double().numpy())
-        result["grads"].append(_named(model, lambda p: p.grad))
+            if case.keep_steps:
+                result["outputs"].append(output_TM.detach().double().numpy())
+        if case.keep_steps:
+            result["grads"].append(_named(model, lambda p: p.grad))
         result["norms"].append(themis.clip_grad_norm_(model, 1.0).item())
         optimizer.step()
         if case.evaluate:
@@ -124,8 +126,10 @@ def train_alone(case: Case) -> dict[str, Any]:
             loss = torch.stack([rank_loss(output) for output in outputs]).mean() + losses
             (loss / case.accumulate).backward()
             result["losses"].append(loss.item())
-            result["outputs"].append([output.detach().double().numpy() for output in outputs])
-        result["grads"].append(_named(model, lambda p: p.grad))
+            if case.keep_steps:
+                result["outputs"].append([output.detach().double().numpy() for output in outputs])
+        if case.keep_steps:
+            result["grads"].append(_named(model, lambda p: p.grad))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         result["norms"].append(norm.item())
         optimizer.step()

@@ -113,7 +113,9 @@ def test_activation_checkpointing(checkpointing: str, policy: object) -> None:
 def test_all_tokens_on_one_rank_and_one_expert() -> None:
     bias_LE = [[50.0, 0.0, 0.0, 0.0, 0.0, 0.0]] * 2
     config = MoEConfig(WIDTH, 16, 6, 1, normalize_weights=False)
-    _check(4, [_vary(config=config, tokens_SD=[[0, 0, 11, 0]] * 3, bias_LE=bias_LE, policy=p) for p in (EP(), BASE.policy)])
+    _check(
+        4, [_vary(config=config, tokens_SD=[[0, 0, 11, 0]] * 3, bias_LE=bias_LE, policy=p) for p in (EP(), BASE.policy)]
+    )
 
 
 def test_no_tokens_anywhere() -> None:
@@ -122,7 +124,9 @@ def test_no_tokens_anywhere() -> None:
 
 def test_fewer_experts_than_ranks() -> None:
     config = MoEConfig(WIDTH, 8, 2, 1)
-    _check(4, [_vary(config=config, policy=Themis(budget=1, overlap_degree=2, reshard_interval=1), random_owners=False)])
+    _check(
+        4, [_vary(config=config, policy=Themis(budget=1, overlap_degree=2, reshard_interval=1), random_owners=False)]
+    )
 
 
 def test_float32() -> None:

@@ -38,12 +38,17 @@ class CallState(Enum):
 @final
 @dataclass(frozen=True)
 class Decision:
-    """What was decided for one pass: counts int64 [E, D], the placement, and the dispatch plan int64 [E, D, D]."""
+    """What was decided for one pass: counts int64 [E, D], the placement, and the dispatch plan int64 [E, D, D].
+
+    transfers: those of the whole placement, which gradients take backwards, and re-materialisation once more;
+    first_gathers: those that ran before the experts, of the prediction and of what calibration added to it.
+    """
 
     tokens_ED: NDArray[np.int64]
     placement: Placement
     route_EDD: NDArray[np.int64]
     transfers: TransferPlan
+    first_gathers: tuple[TransferPlan, ...]
 
 
 @final
@@ -71,7 +76,8 @@ class LayerCall(DispatchCall):
         """The decisions of a pass whose counts are known."""
         assert self.tokens_ED is not None
         assert self.route_EDD is not None
-        return Decision(self.tokens_ED, self.placement, self.route_EDD, self.replicas.plan)
+        replicas = self.replicas
+        return Decision(self.tokens_ED, self.placement, self.route_EDD, replicas.plan, tuple(replicas.first_gathers))
 
     def choose(self, num_tokens: int, top_k: int) -> Tensor | None:
         """The experts of the forward when recomputing, the policy's where it forces them, else None."""

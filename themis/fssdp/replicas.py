@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from themis.fssdp.sharded_layer import ShardedLayer
 
 
+#: Pieces stream through the stages of a transfer between nodes; inside one node each only costs its overhead.
+PIECE_BYTES = 256 * 1024
+LOCAL_PIECE_BYTES = 4 * 1024 * 1024
+
+
 class ReplicaState(Enum):
     """Whether the replicas of a call have memory and content."""
 
@@ -41,6 +46,8 @@ class Replicas:
         self._placement = placement
         self._rank = layer.mesh.rank
         self._plan = self._transfers(placement)
+        #: The transfers that were run before the experts: of the placement, then of what calibration added.
+        self.first_gathers: list[TransferPlan] = [self._plan]
         self._works: list[Work] = []
         self._chunks: dict[int, Tensor] = {}
         self._buffers: list[Tensor] = []
@@ -81,6 +88,7 @@ class Replicas:
         addition = added_transfers(
             self._placement, placement.placement_ED, self._layer.mesh.topology, expert_bytes=self._expert_bytes
         )
+        self.first_gathers.append(addition)
         before = set(self.slots)
         self._placement, self._plan = placement, self._transfers(placement)
         self._allocate([e for e in self.slots if e not in before])
@@ -120,8 +128,13 @@ class Replicas:
         return self._layer.shard.expert_bytes
 
     def _transfers(self, placement: Placement) -> TransferPlan:
+        topology = self._layer.mesh.topology
         return transfers(
-            placement.owner_E, placement.placement_ED, self._layer.mesh.topology, expert_bytes=self._expert_bytes
+            placement.owner_E,
+            placement.placement_ED,
+            topology,
+            expert_bytes=self._expert_bytes,
+            piece_bytes=PIECE_BYTES if topology.num_nodes > 1 else LOCAL_PIECE_BYTES,
         )
 
     def _allocate(self, experts: list[int]) -> None:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from themis.core.load import device_load, imbalance, owner_load
+from themis.core.plan import TransferPlan
 from themis.core.topology import LinkClass, Topology
 from themis.fssdp.sharded_layer import ShardedLayer
 
@@ -43,9 +45,7 @@ def report_layer(layer: ShardedLayer, token_bytes: int) -> LayerReport | None:
     placement = decision.placement
     topology = layer.mesh.topology
     shard = layer.shard
-    gathered = decision.transfers.bytes_by_link(topology, shard.layout.numel, shard.param_dtype.itemsize)
-    reduced = decision.transfers.bytes_by_link(topology, shard.layout.numel, shard.reduce_dtype.itemsize)
-    gathers = 2 if layer.policy.rematerialize and not layer.is_last else 1
+    regathers = [decision.transfers] if layer.policy.rematerialize and not layer.is_last else []
     return LayerReport(
         layer=layer.index,
         load_E=load_E,
@@ -56,10 +56,16 @@ def report_layer(layer: ShardedLayer, token_bytes: int) -> LayerReport | None:
         imbalance_after=imbalance(device_load(decision.route_EDD)),
         bytes_moved={
             "all_to_all": _token_bytes(decision.route_EDD, topology, token_bytes),
-            "sparse_all_gather": {link.value: gathers * count for link, count in gathered.items()},
-            "sparse_reduce_scatter": {link.value: count for link, count in reduced.items()},
+            "sparse_all_gather": _chunk_bytes([*decision.first_gathers, *regathers], layer, shard.param_dtype),
+            "sparse_reduce_scatter": _chunk_bytes([decision.transfers], layer, shard.reduce_dtype),
         },
     )
+
+
+def _chunk_bytes(plans: list[TransferPlan], layer: ShardedLayer, dtype: torch.dtype) -> dict[str, int]:
+    numel, topology = layer.shard.layout.numel, layer.mesh.topology
+    by_plan = [plan.bytes_by_link(topology, numel, dtype.itemsize) for plan in plans]
+    return {link.value: sum(counts[link] for counts in by_plan) for link in (LinkClass.INTRA, LinkClass.INTER)}
 
 
 def _token_bytes(route_EDD: NDArray[np.int64], topology: Topology, token_bytes: int) -> dict[str, int]:
