@@ -2,9 +2,9 @@
 
 Two forked ranks of one thread each (Gloo); width 512, hidden 2048, 8 experts, top-2, 2,048 tokens a rank, float32.
 The gate is biased so that one expert gets half of the assignments; a second setting is even. A step is the forward
-and backward of one block: a small dense layer in attention's place, then the MoE layer. Policies are interleaved
-step by step, so that a slow moment of the machine meets all of them alike. The bound is torch.mm of the same FLOPs,
-forward and backward, on both ranks at once, in the same run.
+and backward of one block: a small dense layer in attention's place, then the MoE layer. "layer alone" is plain EP
+without the dense layer, to hold against the bound: torch.mm of the experts' FLOPs, forward and backward, on both ranks
+at once. All are interleaved step by step in one run, so that a slow moment of the machine meets all of them alike.
 
     python -m benchmarks.straggler [--steps 12] [--out results.json]
 """
@@ -26,6 +26,7 @@ import themis
 from themis.comm.collectives import all_reduce_max, barrier
 from themis.fssdp import executor_of
 from themis.moe import MoEConfig, MoELayer
+from themis.moe.host_memory import keep_host_memory
 from themis.policies import EP, Policy, Themis, ThemisRM, Uniform
 from themis.testing.ranks import run_ranks
 
@@ -35,6 +36,7 @@ WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 512, 2048, 8, 2, 2048
 def policies() -> dict[str, Policy]:
     """The policies compared; re-sharding is left out, as a step is what is timed."""
     return {
+        "layer alone": EP(),
         "ep": EP(),
         "uniform": Uniform(),
         "themis": Themis(budget=2, overlap_degree=4, reshard_interval=0),
@@ -44,14 +46,15 @@ def policies() -> dict[str, Policy]:
 
 
 class Block(nn.Module):
-    """A dense layer, then the MoE layer."""
+    """A dense layer, unless `bare`, then the MoE layer."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, bare: bool) -> None:
         super().__init__()
-        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.dense = nn.Identity() if bare else nn.Linear(WIDTH, WIDTH)
         self.moe = MoELayer(MoEConfig(WIDTH, HIDDEN, EXPERTS, TOP_K, experts=kind, bias=False))
 
     def forward(self, x_TM: Tensor) -> Tensor:
+        """[T, M] to [T, M]."""
         x_TM = x_TM + self.dense(x_TM)
         return x_TM + self.moe(x_TM).hidden
 
@@ -59,28 +62,29 @@ class Block(nn.Module):
 class Model(nn.Module):
     """One block, so that what is timed is the layer."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, bare: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(kind)])
+        self.blocks = nn.ModuleList([Block(kind, bare)])
 
     def forward(self, x_TM: Tensor) -> Tensor:
+        """A scalar loss."""
         return self.blocks[0](x_TM).square().mean()
 
 
 def skew(gate_weight: Tensor, skewed: bool) -> None:
-    """Feature 0 is 1 for every token, so the weight on it is a bias. Expert 0 is chosen by every token: 1 of K = 2."""
+    """Feature 0 is 1 for every token, so the weight on it is a bias: all tokens choose expert 0 with one of K = 2."""
     with torch.no_grad():
         gate_weight[:, 0] = 0.0
         if skewed:
-            gate_weight[0, 0] = 100.0
+            gate_weight[0, 0] = 8.0
 
 
 class Timed:
     """A policy's model and the seconds of its steps."""
 
-    def __init__(self, policy: Policy, kind: str, skewed: bool) -> None:
+    def __init__(self, policy: Policy, kind: str, skewed: bool, bare: bool) -> None:
         torch.manual_seed(0)
-        self.model = Model(kind)
+        self.model = Model(kind, bare)
         skew(self.model.blocks[0].moe.gate.weight, skewed)
         themis.parallelize(self.model, policy=policy)
         self.mesh = executor_of(self.model).mesh
@@ -88,6 +92,7 @@ class Timed:
         self.seconds: list[float] = []
 
     def step(self, x_TM: Tensor, count: bool) -> None:
+        """One step; its time is the slowest rank's."""
         barrier(self.mesh)
         began_s = time.perf_counter()
         self.model(x_TM).backward()
@@ -116,7 +121,8 @@ def bare_gemm_s(mesh: Any, rows: int, kind: str) -> float:
 
 def measure(rank: int, kind: str, skewed: bool, steps: int) -> dict[str, Any]:
     """Seconds of each policy's steps and of the bare GEMMs, interleaved."""
-    timed = {name: Timed(policy, kind, skewed) for name, policy in policies().items()}
+    keep_host_memory()
+    timed = {name: Timed(policy, kind, skewed, name == "layer alone") for name, policy in policies().items()}
     mesh = timed["ep"].mesh
     x_TM = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank))
     x_TM[:, 0] = 1.0

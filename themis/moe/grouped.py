@@ -14,10 +14,20 @@ def grouped_linear(
 ) -> Tensor:
     """[A, M] rows to [A, N]: the next counts_S[s] rows times weights_S[s] [M, N], plus biases_S[s] [N].
 
-    Differentiable in rows, weights and biases. A group without rows takes part with a zero gradient.
+    Differentiable in rows, weights and biases. A group without rows takes part with a zero gradient. Under
+    torch.autocast all of them are cast as for torch.nn.functional.linear.
     """
-    biases = () if biases_S is None else tuple(biases_S)
-    return _GroupedLinear.apply(rows_AM, tuple(counts_S), len(weights_S), *weights_S, *biases)  # type: ignore[no-any-return, no-untyped-call]
+    rows_AM, *parameters = _autocast([rows_AM, *weights_S, *(biases_S or ())])
+    return _GroupedLinear.apply(rows_AM, tuple(counts_S), len(weights_S), *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _autocast(tensors: list[Tensor]) -> list[Tensor]:
+    """What autocast does to the arguments of torch's own GEMMs; it cannot see into a Function."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [t if t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
 
 @final

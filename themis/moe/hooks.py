@@ -29,17 +29,22 @@ class Hooks:
     """
 
     def __init__(self) -> None:
-        self._functions: dict[str, list[Hook]] = {name: [] for name in HOOK_NAMES}
+        self._functions: dict[str, dict[object, Hook]] = {name: {} for name in HOOK_NAMES}
 
     def add(self, name: str, function: Hook) -> Callable[[], None]:
-        """Append `function` to the hook `name`; returns a function that removes it again."""
+        """Append `function` to the hook `name`; returns a function that removes it again, and does no harm twice."""
         require(name in self._functions, "name", name, f"one of {', '.join(HOOK_NAMES)}")
-        self._functions[name].append(function)
-        return lambda: self._functions[name].remove(function)
+        key = object()  # the same function may be added twice
+        self._functions[name][key] = function
+
+        def remove() -> None:
+            self._functions[name].pop(key, None)
+
+        return remove
 
     def run(self, name: str, tensor: Tensor) -> Tensor:
         """Pass `tensor` through the functions of `name`."""
-        for function in self._functions[name]:
+        for function in tuple(self._functions[name].values()):
             result = function(tensor)
             tensor = tensor if result is None else result
         return tensor

@@ -7,6 +7,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from themis.core.errors import reject
 from themis.moe.config import MoEConfig
 from themis.moe.dispatch import DispatchCall, Dispatcher, LocalDispatcher
 from themis.moe.experts import Experts, GPTExperts, SwiGLUExperts
@@ -56,11 +57,18 @@ class MoELayer(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(self.experts)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> MoEOutput:
-        """x [..., M]; mask bool [...] is false for padding, which passes no expert, counts nowhere and gives zero."""
+        """x [..., M]; mask bool [...] is false for padding, which passes no expert, counts nowhere and gives zero.
+
+        Raises ConfigError on an x of another width and on a mask of another type or shape.
+        """
+        if x.shape[-1:] != (self.config.width,):
+            reject("x", f"of shape {tuple(x.shape)}", f"[..., {self.config.width}], the layer's width last")
         flat_TM = x.reshape(-1, x.shape[-1])
         if mask is None:
             hidden_TM, aux_loss, z_loss = self._forward_tokens(flat_TM)
             return MoEOutput(hidden_TM.view_as(x), aux_loss, z_loss)
+        if mask.dtype != torch.bool or mask.shape != x.shape[:-1]:
+            reject("mask", f"{mask.dtype} of shape {tuple(mask.shape)}", f"torch.bool of shape {tuple(x.shape[:-1])}")
         kept_T = mask.reshape(-1).nonzero().squeeze(1)
         hidden_TM, aux_loss, z_loss = self._forward_tokens(flat_TM.index_select(0, kept_T))
         padded_TM = torch.zeros_like(flat_TM).index_copy(0, kept_T, hidden_TM.to(flat_TM.dtype))
@@ -77,7 +85,7 @@ class MoELayer(nn.Module):
         hidden_TM = self.order.restore(rows_AM, ordered, assignment.weights_TK)
         if self.shared is not None:
             hidden_TM = hidden_TM + self.shared(tokens_TM, [tokens_TM.shape[0]], self.shared.weights())
-        hidden_TM = self.hooks.run("before_moe_end", hidden_TM)
+        hidden_TM = self.hooks.run("before_moe_end", hidden_TM.to(tokens_TM.dtype))
         aux_loss = load_balancing_loss(assignment.probs_TE, tokens_ED, top_k)
         return hidden_TM, aux_loss, router_z_loss(assignment.logits_TE, tokens_ED, top_k)
 

@@ -74,5 +74,6 @@ class SortedOrder:
         """Rows [A, M] back to tokens [T, M], each the sum of its K rows times `weights_TK` [T, K]."""
         rows_TKM = permute_rows(rows_AM, ordered.inverse_A, ordered.index_A).unflatten(0, (-1, ordered.top_k))
         dtype = torch.promote_types(rows_TKM.dtype, weights_TK.dtype)
-        tokens_T1M = torch.bmm(weights_TK.to(dtype).unsqueeze(1), rows_TKM.to(dtype))
+        with torch.autocast(rows_AM.device.type, enabled=False):  # which would round the weights
+            tokens_T1M = torch.bmm(weights_TK.to(dtype).unsqueeze(1), rows_TKM.to(dtype))
         return tokens_T1M.squeeze(1).to(rows_AM.dtype)

@@ -35,10 +35,13 @@ class Themis(Policy):
     rematerialize: bool = False
 
     def __post_init__(self) -> None:
-        require(self.budget >= 0, "budget", self.budget, "0 or more replicas a device")
+        require(_whole(self.budget), "budget", self.budget, "a whole number, 0 or more replicas a device")
         degree = self.overlap_degree
-        require(degree is None or degree >= 0, "overlap_degree", degree, "None, or 0 or more experts")
-        require(self.reshard_interval >= 0, "reshard_interval", self.reshard_interval, "0 or more iterations")
+        require(
+            degree is None or _whole(degree), "overlap_degree", degree, "None, or a whole number, 0 or more experts"
+        )
+        interval = self.reshard_interval
+        require(_whole(interval), "reshard_interval", interval, "a whole number, 0 or more iterations")
         wait = self.calibration_s
         require(wait is None or wait >= 0, "calibration_s", wait, "None, or zero or more seconds")
         rules = ("local-first", "balanced")
@@ -110,3 +113,7 @@ def ThemisRM(
 ) -> Themis:
     """Themis with re-materialisation: replicas of at most two layers live at a time."""
     return Themis(budget, overlap_degree, reshard_interval, calibration, rematerialize=True)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 0

@@ -55,7 +55,9 @@ class SoftmaxGate(Gate):
             probs_TE = logits_TE.softmax(dim=1)
             if experts_TK is None:
                 experts_TK = top_k_lowest_index(logits_TE.detach(), self.top_k)
-            weights_TK = probs_TE.gather(1, experts_TK)
             if self.normalize_weights:
-                weights_TK = weights_TK / weights_TK.sum(dim=1, keepdim=True)
+                # p over the sum of the K chosen p, from the logits: given experts may all have a p that underflows.
+                weights_TK = logits_TE.gather(1, experts_TK).softmax(dim=1)
+            else:
+                weights_TK = probs_TE.gather(1, experts_TK)
         return Assignment(experts_TK, weights_TK, logits_TE, probs_TE)
