@@ -1,0 +1,174 @@
+"""`themis train --nproc 2` as a user starts it: its own processes, killed in every way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from themis.cli.failure import Failure
+from themis.cli.launch import root_cause
+
+ROOT = Path(__file__).parents[2]
+STEPS = 24
+RUN = (
+    "train tiny --nproc 2 --data text.txt --model.sequence-length 16 --model.width 16 --model.num-heads 2 "
+    "--model.num-layers 2 --model.num-experts 4 --model.expert-hidden 16 --batch.sequences 4 "
+    "--log.evaluate-sequences 2 --log.sample-tokens 0 --checkpoint.every 2 --policy.overlap-degree 2 "
+    f"--policy.no-calibration --policy.reshard-interval 5 --optimizer.warmup-steps 3 --steps {STEPS} --run-dir"
+).split()
+
+
+def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    (directory / "text.txt").write_text("".join(f"{n} and {n + 1}. " for n in range(500)))
+    command = [sys.executable, "-m", "themis.cli.main", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=directory, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out, err
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    """Return once `step` is in the metrics."""
+    deadline = time.monotonic() + 60
+    path = run_dir / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < step:
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.01)
+
+
+def workers_of(launcher: int) -> list[int]:
+    """The processes that `launcher` started for its ranks."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(path.joinpath("stat").read_text().rsplit(")", 1)[1].split()[1])
+            command = path.joinpath("cmdline").read_text()
+        except (OSError, IndexError):
+            continue
+        if parent == launcher and "themis.cli.worker" in command:
+            found.append(int(path.name))
+    return sorted(found)
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return True
+    return state in "ZX"
+
+
+def metrics(run_dir: Path) -> list[tuple[int, float, float]]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> list[tuple[int, float, float]]:
+    directory = tmp_path_factory.mktemp("whole")
+    status, out, err = finish(start(directory, *RUN, "run"))
+    assert (status, err) == (0, "")
+    assert "held-out loss" in out
+    assert sorted(path.name for path in directory.iterdir()) == ["run", "text.txt"]
+    return metrics(directory / "run")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_killed_at_random_steps_and_resumed(uninterrupted, tmp_path):
+    """SIGKILL to a rank, or to the launcher, at random moments; a checkpoint is written every other step."""
+    generator = random.Random(3)
+    process = start(tmp_path, *RUN, "run")
+    for number, step in enumerate((5, 14)):
+        wait_for_step(tmp_path / "run", step)
+        time.sleep(generator.uniform(0, 0.2))
+        workers = workers_of(process.pid)
+        assert len(workers) == 2
+        if number == 0:
+            victim = generator.choice(workers)
+            os.kill(victim, signal.SIGKILL)
+            status, _, err = finish(process)
+            assert status == 1
+            assert err.splitlines() == [err.strip()]
+            assert "was killed by SIGKILL; continue with --resume run" in err
+        else:
+            process.kill()
+            finish(process)
+        deadline = time.monotonic() + 10
+        while not all(map(gone, workers)):
+            assert time.monotonic() < deadline, "a rank outlived its launcher"
+            time.sleep(0.05)
+        process = start(tmp_path, "train", "--resume", "run")
+    status, _, err = finish(process)
+    assert (status, err) == (0, "")
+    assert metrics(tmp_path / "run") == uninterrupted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_stop_signal_reaches_every_rank(tmp_path):
+    process = start(tmp_path, *RUN, "run", "--steps", "1000")
+    wait_for_step(tmp_path / "run", 1)
+    workers = workers_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    status, _, err = finish(process)
+    assert status == 130
+    assert err.strip() == "themis: stopped by SIGTERM; continue with --resume run"
+    assert all(map(gone, workers))
+
+
+def test_what_ranks_say_is_one_line(tmp_path):
+    """The data fits no window of the model: every rank finds out, one line is shown."""
+    import numpy as np
+
+    np.save(tmp_path / "tokens.npy", np.full(5000, 400, dtype=np.uint16))
+    status, _, err = finish(start(tmp_path, *RUN, "run", "--data", "tokens.npy"))
+    assert status == 2
+    assert err == "themis: the data has token 400; with model.vocab_size 256 tokens must be below that\n"
+
+
+def test_under_torchrun(uninterrupted, tmp_path):
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "themis.cli.main"]
+    arguments += [*RUN[:2], *RUN[4:]]  # torchrun takes --nproc for its own
+    (tmp_path / "text.txt").write_text("".join(f"{n} and {n + 1}. " for n in range(500)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments, "run"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "run") == uninterrupted
+
+
+def failure(exitcode: int, message: str = "") -> ProcessFailure:
+    made = ProcessFailure(local_rank=0, pid=1, exitcode=exitcode, error_file="")
+    made.message = message or f"Signal {-exitcode}"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ({0: failure(1, Failure(1, "lost rank 1").encode()), 1: failure(-9)}, (1, "rank 1 was killed by SIGKILL; ")),
+        ({0: failure(-15), 1: failure(2, Failure(2, "bad data").encode())}, (2, "bad data")),
+        ({1: failure(1, Failure(1, "later").encode()), 0: failure(2, Failure(2, "first").encode())}, (2, "first")),
+        ({1: failure(3)}, (1, "rank 1 ended with status 3; ")),
+        ({1: failure(-15)}, (1, "rank 1 was stopped; ")),
+    ],
+)
+def test_the_root_cause_is_told(failures, expected):
+    told = root_cause(failures, Path("run"))
+    assert (told.status, told.line[: len(expected[1])]) == expected

@@ -1,0 +1,99 @@
+"""Starts the ranks of a run on this machine through torch's elastic launcher, and sums up why one failed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from themis.cli.failure import FAILED, INTERRUPTED, LAUNCHED_BY, Failure
+
+_SHUTDOWN_S = 5
+
+
+def launch(run_dir: Path, nproc: int, *, resume: bool, as_json: bool) -> Failure | None:
+    """Run `nproc` workers on the run in `run_dir` until they end; None when all went well.
+
+    Stop signals reach every worker, and none outlives this process.
+    """
+    _quiet_elastic()
+    os.environ[LAUNCHED_BY] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    with tempfile.TemporaryDirectory(prefix="themis-") as logs:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            rdzv_configs={"timeout": 60},
+            max_restarts=0,
+            monitor_interval=0.1,
+            local_addr="localhost",
+            shutdown_timeout=_SHUTDOWN_S,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
+        command = ["-m", "themis.cli.worker", str(run_dir), *(["--resume"] if resume else [])]
+        command += ["--json"] if as_json else []
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            return root_cause(error.failures, run_dir)
+        except SignalException as error:
+            name = signal.Signals(error.sigval).name
+            return Failure(INTERRUPTED, f"stopped by {name}; continue with --resume {run_dir}")
+        finally:
+            del os.environ[LAUNCHED_BY]
+    return None
+
+
+def root_cause(failures: Mapping[int, ProcessFailure], run_dir: Path) -> Failure:
+    """The failure that explains the others: what a rank said of itself, bad input first, else how it ended."""
+    told = {rank: Failure.decode(failure.message) for rank, failure in failures.items()}
+    spoken = [(failure.status != 2, rank, failure) for rank, failure in told.items() if failure is not None]
+    killed = [
+        rank
+        for rank, failure in failures.items()
+        if told[rank] is None and failure.exitcode not in (-signal.SIGTERM, 0)
+    ]
+    if killed and not any(failure.status == 2 for _, _, failure in spoken):
+        rank = min(killed)
+        code = failures[rank].exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return Failure(FAILED, f"rank {rank} {how}; continue with --resume {run_dir}")
+    if spoken:
+        return min(spoken, key=lambda item: item[:2])[2]
+    return Failure(FAILED, f"rank {min(failures)} was stopped; continue with --resume {run_dir}")
+
+
+def end_with_launcher() -> None:
+    """In a worker: a thread that ends this process when the launcher is gone, however that died."""
+    launcher = os.environ.get(LAUNCHED_BY)
+    if launcher is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(launcher):
+            time.sleep(0.5)
+        os._exit(FAILED)
+
+    threading.Thread(target=watch, name="themis-launcher-watch", daemon=True).start()
+
+
+def _quiet_elastic() -> None:
+    """The launcher's own report of failures is a wall of text; ours is one line."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)

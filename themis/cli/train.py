@@ -1,0 +1,171 @@
+"""`themis train`: from a command line to a run directory, and ranks that train in it."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, final
+
+import torch
+import tyro
+
+from themis.cli.console import Console
+from themis.cli.failure import explain, report
+from themis.cli.launch import launch
+from themis.cli.parse import parse
+from themis.cli.worker import end_rank, work
+from themis.comm.collectives import all_reduce_sum
+from themis.comm.launch import Launch
+from themis.comm.mesh import Mesh
+from themis.core.errors import ConfigError
+from themis.train.checkpoint import require_any
+from themis.train.config import RunConfig, load_config, save_config
+from themis.train.data import open_corpus, prepare
+from themis.train.ranks import Place, choose_device, joined
+from themis.train.recipes import RECIPES, recipe
+from themis.train.session import run
+
+_PROG = "themis train RECIPE"
+#: Short names of often used flags.
+_SHORT = {"--nproc": "--parallel.nproc", "--policy": "--policy.name", "--data": "--data.source"}
+
+
+@final
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a Mixture-of-Experts model. RECIPE is tiny, gpt-s-moe or gpt-l-moe; every setting below can be overridden.
+
+    Short forms: --nproc N, --policy NAME, --data PATH. --resume [RUN] continues a run, by default the newest of the
+    recipe; settings given beside it replace those of the run.
+    """
+
+    run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    run_dir: Path | None = None
+    """Where the run is written; by default a new folder under runs/."""
+    json: bool = False
+    """Print the closing summary as JSON and nothing else."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns 0 or the status of the failure after its line was shown."""
+    rest, resumed = take_resume(_lengthen(arguments))
+    name = rest[0] if rest and not rest[0].startswith("-") else None
+    flags = rest[1:] if name is not None else rest
+    wants_help = "-h" in flags or "--help" in flags
+    if name is None and resumed is None and not wants_help:
+        raise ConfigError(f"no recipe is named; there are {', '.join(RECIPES)}")
+    base = recipe(name) if name is not None else RunConfig()
+    if resumed is not None:
+        resumed = resumed or str(newest_run(base.name))
+        base = load_config(Path(resumed) / "config.json")
+    options = parse(TrainOptions, flags, _PROG, default=TrainOptions(run=base))
+    run_dir = Path(resumed) if resumed is not None else options.run_dir
+    if Launch.from_environment() is not None:
+        return _train_as_rank(options, run_dir, resume=resumed is not None)
+    return _train_here(options, run_dir, resume=resumed is not None)
+
+
+def take_resume(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """`arguments` without --resume, and its value: "" where none is given, None where it is absent."""
+    rest = list(arguments)
+    for index, argument in enumerate(rest):
+        if argument.startswith("--resume="):
+            return rest[:index] + rest[index + 1 :], argument.removeprefix("--resume=")
+        if argument == "--resume":
+            has_value = index + 1 < len(rest) and not rest[index + 1].startswith("-")
+            value = rest[index + 1] if has_value else ""
+            return rest[:index] + rest[index + 1 + has_value :], value
+    return rest, None
+
+
+def newest_run(name: str, parent: Path = Path("runs")) -> Path:
+    """The newest run of recipe `name` under `parent`; ConfigError where there is none."""
+    found = sorted(path.parent for path in parent.glob(f"{name}-*/config.json"))
+    if not found:
+        raise ConfigError(f"there is no run of {name!r} under {str(parent)!r}; name one: --resume RUN")
+    return found[-1]
+
+
+def _lengthen(arguments: Sequence[str]) -> list[str]:
+    """Short flags replaced by the settings they stand for."""
+    full = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        full.append(_SHORT.get(flag, flag) + equals + value)
+    return full
+
+
+def _train_here(options: TrainOptions, run_dir: Path | None, *, resume: bool) -> int:
+    """Check everything that can be checked, then train: in this process, or in ranks that it starts."""
+    config = options.run
+    nproc = config.parallel.nproc
+    config.parallel.topology(nproc, nproc)
+    choose_device(config.parallel.device, 0, nproc)
+    directory = run_dir or _new_directory(config.name)
+    fresh = not directory.exists()
+    try:
+        _prepare_directory(directory, resume=resume)
+        prepare(config.data, directory / "data")
+        corpus = open_corpus(config.data, directory / "data")
+        corpus.check(config.model.sequence_length, config.model.vocab_size)
+        save_config(config, directory / "config.json")
+    except BaseException:
+        if fresh:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    if nproc == 1:
+        try:
+            work(config, directory, resume=resume, as_json=options.json)
+        except Exception as error:
+            return report(explain(error, directory))
+        return 0
+    failure = launch(directory, nproc, resume=resume, as_json=options.json)
+    return 0 if failure is None else report(failure)
+
+
+def _train_as_rank(options: TrainOptions, run_dir: Path | None, *, resume: bool) -> int:
+    """One rank under torchrun."""
+    config = options.run
+    with joined(config.parallel) as place:
+        try:
+            directory = run_dir or _new_directory(config.name, _agreed_time(config, place))
+            if place.rank == 0:
+                _prepare_directory(directory, resume=resume)
+                save_config(config, directory / "config.json")
+            run(config, directory, place, Console(as_json=options.json), resume=resume)
+        except BaseException as error:
+            end_rank(error, run_dir)
+    return 0
+
+
+def _new_directory(name: str, now_s: float | None = None) -> Path:
+    """A folder under runs/ that does not exist yet, named after the recipe and the time."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(time.time() if now_s is None else now_s))
+    path = Path("runs") / f"{name}-{stamp}"
+    for number in itertools.count(2):
+        if not path.exists() or now_s is not None:
+            return path
+        path = path.with_name(f"{name}-{stamp}-{number}")
+    raise AssertionError
+
+
+def _agreed_time(config: RunConfig, place: Place) -> float:
+    """Rank 0's clock, on every rank. A collective."""
+    mesh = Mesh.create(place.topology, device=place.device, timeout_s=config.parallel.timeout_s)
+    seconds = torch.tensor([int(time.time()) if place.rank == 0 else 0])
+    all_reduce_sum(mesh, seconds)
+    mesh.close()
+    return float(seconds)
+
+
+def _prepare_directory(directory: Path, *, resume: bool) -> None:
+    """Make the run directory of a new run, or see that there is something to resume in an old one."""
+    if resume:
+        require_any(directory / "checkpoints")
+    elif (directory / "config.json").exists():
+        raise ConfigError(f"run directory {str(directory)!r} holds a run; --resume it or name another with --run-dir")
+    directory.mkdir(parents=True, exist_ok=True)

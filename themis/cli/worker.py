@@ -1,0 +1,54 @@
+"""One rank of a run: `python -m themis.cli.worker RUN_DIR`, started by the launcher, or called in this process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from themis.cli.console import Console
+from themis.cli.failure import Failure, explain, hand_over, report
+from themis.cli.launch import end_with_launcher
+from themis.train.config import RunConfig, load_config
+from themis.train.ranks import joined
+from themis.train.session import run
+
+
+def work(config: RunConfig, run_dir: Path, *, resume: bool, as_json: bool) -> None:
+    """Join the other ranks and train; rank 0 draws."""
+    with joined(config.parallel) as place:
+        run(config, run_dir, place, Console(as_json=as_json), resume=resume)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train the run of which `config.json` lies in the run directory."""
+    parser = argparse.ArgumentParser(prog="python -m themis.cli.worker")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(arguments)
+    end_with_launcher()
+    try:
+        work(load_config(given.run_dir / "config.json"), given.run_dir, resume=given.resume, as_json=given.json)
+    except BaseException as error:
+        end_rank(error, given.run_dir)
+    return 0
+
+
+def end_rank(error: BaseException, run_dir: Path | None) -> NoReturn:
+    """End this process for `error`, told to the launcher or shown in a line.
+
+    At once: threads and process groups of a failed run may wait for peers that are gone.
+    """
+    failure = explain(error, run_dir)
+    if not hand_over(failure):
+        report(Failure(failure.status, f"rank {os.environ.get('RANK', '0')}: {failure.line}"))
+    sys.stdout.flush()
+    os._exit(failure.status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

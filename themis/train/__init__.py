@@ -1,0 +1,1 @@
+"""The training program: configuration, data, the loop, metrics and checkpoints."""

@@ -1,0 +1,211 @@
+"""A run from its configuration to its summary, on one rank: builds the parts, resumes, trains, closes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+
+from themis.comm.collectives import all_reduce_sum, barrier
+from themis.comm.mesh import Mesh
+from themis.fssdp import MixedPrecision, parallelize, step_report
+from themis.fssdp.api import executor_of
+from themis.fssdp.executor import Executor
+from themis.models import GPTMoE
+from themis.train import checkpoint as checkpoints
+from themis.train.checkpoint import Checkpoint
+from themis.train.config import RunConfig, save_config
+from themis.train.data import Corpus, is_prepared, open_corpus, prepare
+from themis.train.evaluate import sample_text
+from themis.train.metrics import MetricsLog, RoutingLog, StepMetrics, Summary, read_lines, summarise
+from themis.train.observer import Observer
+from themis.train.optim import build_optimizer
+from themis.train.ranks import Place
+from themis.train.state import (
+    allocate_optimizer_state,
+    model_tensors,
+    optimizer_tensors,
+    random_record,
+    reshard,
+    restore_random,
+)
+from themis.train.trainer import Hooks, Trainer
+
+#: How often ranks look whether rank 0 has prepared the data.
+_POLL_S = 0.2
+
+
+def run(config: RunConfig, run_dir: Path, place: Place, observer: Observer, *, resume: bool) -> Summary | None:
+    """Train as `config` says, writing into `run_dir`; a collective. Returns the summary on rank 0, None elsewhere.
+
+    With `resume` the run goes on from its newest whole checkpoint. ConfigError for data that does not fit,
+    CheckpointError, PeerError.
+    """
+    corpus = shared_corpus(config, run_dir, place.rank)
+    model = build_model(config, place)
+    executor = executor_of(model)
+    try:
+        session = Session(config, run_dir, model, executor, corpus, observer)
+        return session.train(session.resume() if resume else 0)
+    finally:
+        executor.close()
+
+
+def shared_corpus(config: RunConfig, run_dir: Path, rank: int) -> Corpus:
+    """The corpus, which rank 0 tokenises into the run directory while the others look on; checked against the model."""
+    directory = run_dir / "data"
+    if rank == 0:
+        prepare(config.data, directory)
+    while not is_prepared(config.data, directory):
+        time.sleep(_POLL_S)
+    corpus = open_corpus(config.data, directory)
+    corpus.check(config.model.sequence_length, config.model.vocab_size)
+    return corpus
+
+
+def build_model(config: RunConfig, place: Place) -> GPTMoE:
+    """The model, the same on every rank at first, then parallelised. A collective.
+
+    Afterwards every rank draws from a random stream of its own.
+    """
+    torch.manual_seed(config.seed)
+    model = GPTMoE(config.model).to(device=place.device, dtype=getattr(torch, config.parallel.dtype))
+    bf16 = config.parallel.compute == "bf16"
+    parallelize(
+        model,
+        place.topology,
+        policy=config.policy.build(),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None,
+        dense=config.parallel.dense,
+        timeout_s=config.parallel.timeout_s,
+    )
+    torch.manual_seed(config.seed + 1 + place.rank)
+    return model
+
+
+@final
+class Session:
+    """One run's parts on one rank."""
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, model: GPTMoE, executor: Executor, corpus: Corpus, observer: Observer
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.model = model
+        self.executor = executor
+        self.corpus = corpus
+        self.observer = observer
+        self.mesh: Mesh = executor.mesh
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def resume(self) -> int:
+        """Take up the newest whole checkpoint; returns its step. A collective.
+
+        Owners come first, so that the optimizer is built over the experts that this rank will hold.
+        """
+        found = self._agreed_checkpoint()
+        executor = self.executor
+        executor.load_state_dict(found.record["executor"])
+        # A re-sharding that is due before the next step happens here, while there is no optimizer state to move along.
+        context = executor.layers[0].context()
+        load_LE = executor.predictor.predict()
+        executor.set_owners(executor.policy.reshard(executor.iteration, load_LE, executor.owner_LE, context))
+        self.optimizer = build_optimizer(self.model, self.config.optimizer)
+        allocate_optimizer_state(self.model, self.optimizer, checkpoints.stored(found))
+        checkpoints.load(found, self._tensors(self.optimizer))
+        mine = found.rank_record(self.mesh.rank)
+        if mine is not None and found.world_size == self.mesh.world_size:
+            restore_random(mine["random"], self.mesh.device)
+        else:  # another number of ranks has no streams to continue: start new ones that no earlier step has used
+            torch.manual_seed(self.config.seed + 1 + self.mesh.rank + 1_000_003 * found.step)
+        return found.step
+
+    def train(self, first_step: int) -> Summary | None:
+        """Train after `first_step` steps, evaluate, sample, summarise. A collective."""
+        leads = self.mesh.rank == 0
+        optimizer = self.optimizer or build_optimizer(self.model, self.config.optimizer)
+        trainer = Trainer(self.config, self.model, self.executor, optimizer, self.corpus)
+        if not leads:
+            trainer.run(first_step, Hooks(_ignore_metrics, _ignore_step, lambda step: self._save(step, optimizer)))
+            if self.config.log.sample_tokens:
+                sample_text(self.model, self.corpus, self.config, self.mesh)
+            return None
+        save_config(self.config, self.run_dir / "config.json")
+        metrics_log = MetricsLog(self.run_dir, first_step, tensorboard=self.config.log.tensorboard)
+        routing_log = RoutingLog(self.run_dir, first_step, self.mesh.world_size)
+
+        def log(metrics: StepMetrics) -> None:
+            metrics_log.write(metrics)
+            self.observer.stepped(metrics)
+
+        def record(step: int) -> None:
+            routing_log.add(step, np.stack([report.tokens_ED for report in step_report(self.model)]))
+
+        def save(step: int) -> None:
+            routing_log.write()
+            self._save(step, optimizer)
+
+        self.observer.started(self.config, self.run_dir, first_step, self.mesh.world_size)
+        try:
+            trainer.run(first_step, Hooks(log, record, save))
+        finally:
+            metrics_log.close()
+        return self._finish()
+
+    def _finish(self) -> Summary:
+        prompt, text = "", ""
+        if self.config.log.sample_tokens:
+            prompt, text = sample_text(self.model, self.corpus, self.config, self.mesh)
+        summary = summarise(read_lines(self.run_dir / "metrics.jsonl"), str(self.run_dir))
+        scratch = self.run_dir / "summary.tmp"
+        scratch.write_text(json.dumps({**asdict(summary), "prompt": prompt, "sample": text}, indent=2) + "\n")
+        os.replace(scratch, self.run_dir / "summary.json")
+        self.observer.finished(summary, prompt, text)
+        return summary
+
+    def _save(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        checkpoints.save(
+            self.run_dir / "checkpoints",
+            step,
+            self._tensors(optimizer),
+            {"executor": self.executor.state_dict(), "config": asdict(self.config)},
+            {"random": random_record(self.mesh.device)},
+            rank=self.mesh.rank,
+            world_size=self.mesh.world_size,
+            barrier=lambda: barrier(self.mesh),
+            keep=self.config.checkpoint.keep,
+        )
+
+    def _tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        reshard(self.model)
+        return {**model_tensors(self.model), **optimizer_tensors(self.model, optimizer)}
+
+    def _agreed_checkpoint(self) -> Checkpoint:
+        """The checkpoint that rank 0 finds whole; the others take its word for the step."""
+        directory = self.run_dir / "checkpoints"
+        step = torch.zeros(1, dtype=torch.int64)
+        if self.mesh.rank == 0:
+            found, damaged = checkpoints.find(directory)
+            checkpoints.set_aside(directory, found.step)
+            for line in damaged:
+                self.observer.noticed(f"{line}; going on from step {found.step}")
+            step[0] = found.step
+        all_reduce_sum(self.mesh, step)
+        if self.mesh.rank == 0:
+            return found
+        return checkpoints.open_whole(directory, int(step))
+
+
+def _ignore_metrics(metrics: StepMetrics) -> None:
+    """Other ranks write no metrics."""
+
+
+def _ignore_step(step: int) -> None:
+    """Other ranks record no routing."""
