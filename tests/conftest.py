@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-import torch._dynamo  # noqa: F401 - optimizers load it on first use; better once here than in every forked rank
+import torch._dynamo  # optimizers load it on first use; better once here than in every forked rank
 from hypothesis import settings
 
 from themis.core.topology import Topology

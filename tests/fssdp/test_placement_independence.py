@@ -17,7 +17,7 @@ from themis.policies import EP, Themis, ThemisRM
 from themis.testing.ranks import run_ranks
 
 TOPOLOGIES = {1: [Topology(1, 1)], 2: [Topology(1, 2), Topology(2, 1)], 4: [Topology(2, 2), Topology(1, 4)]}
-IDLE = -1e4
+IDLE = -50.0
 
 
 @st.composite

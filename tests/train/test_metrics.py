@@ -22,7 +22,7 @@ def line(step: int, **changes) -> StepMetrics:
         "tokens": 100,
         "tokens_per_s": 100.0 * step,
         "step_s": 2.0,
-        "exposed_s": 0.5,
+        "exposed_s": {"all_to_all": 0.5, "counts": 0.1},
         "imbalance_before_L": [2.0, 4.0],
         "imbalance_after_L": [1.0, 1.5],
         "replicas_L": [1, 0],
@@ -65,7 +65,7 @@ def test_summary():
     assert summary.held_out_loss == 3.0
     assert (summary.imbalance_before, summary.imbalance_after) == (3.0, 1.25)
     assert summary.tokens_per_s == 200.0
-    assert summary.exposed_share == pytest.approx(0.25)
+    assert summary.exposed_share == pytest.approx({"all_to_all": 0.25, "counts": 0.05})
     assert summary.bytes_sent == {"all_to_all": {"intra": 30, "inter": 6}}
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 from themis.cli.console import Console
 from themis.cli.failure import Failure, explain, hand_over, report
 from themis.cli.launch import end_with_launcher
+from themis.moe.host_memory import keep_host_memory
 from themis.train.config import RunConfig, load_config
 from themis.train.ranks import joined
 from themis.train.session import run
@@ -20,6 +21,8 @@ from themis.train.session import run
 def work(config: RunConfig, run_dir: Path, *, resume: bool, as_json: bool) -> None:
     """Join the other ranks and train; rank 0 draws."""
     with joined(config.parallel) as place:
+        if place.device.type == "cpu":
+            keep_host_memory()
         run(config, run_dir, place, Console(as_json=as_json), resume=resume)
 
 

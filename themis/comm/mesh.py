@@ -38,6 +38,8 @@ class Mesh:
     groups: dict[Channel, Any]
     heartbeat: Heartbeat | None
     traffic: Traffic = field(default_factory=Traffic)
+    #: Seconds spent so far in the operations of each channel; on the CPU these block their caller.
+    spent_s: dict[Channel, float] = field(default_factory=lambda: dict.fromkeys(Channel, 0.0))
 
     @staticmethod
     def create(
@@ -105,7 +107,8 @@ class Mesh:
 
         A RuntimeError of the backend inside becomes a PeerError that names the ranks at fault.
         """
-        deadline = time.monotonic() + self.operation_s
+        began_s = time.monotonic()
+        deadline = began_s + self.operation_s
         if self.heartbeat is None:
             yield deadline
             return
@@ -117,6 +120,7 @@ class Mesh:
         except RuntimeError as error:
             raise diagnose(self.heartbeat, channel, name, str(error).splitlines()[0]) from error
         self.heartbeat.end(channel)
+        self.spent_s[channel] += time.monotonic() - began_s
 
     def close(self) -> None:
         """Leave: end the heartbeat and the process groups, once every rank is done. A second call does nothing."""

@@ -62,7 +62,8 @@ class Executor:
         self.predictor = LoadPredictor()
         self.iteration = 0
         self.watch = watch
-        self._resharded_at = 0
+        self._begun_iteration = 0
+        self._timed_iterations = 0
         self._predicted_LE: NDArray[np.float64] | None = None
         self._pending: dict[int, LayerCall] = {}
         self._latest: weakref.ref[LayerCall] | None = None
@@ -86,11 +87,9 @@ class Executor:
             return
         self._latest = None
         self._pending.clear()
-        if training and torch.is_grad_enabled() and self._resharded_at != self.iteration:
-            self._resharded_at = self.iteration
+        if training and torch.is_grad_enabled() and self._begun_iteration != self.iteration:
             self._agree_on_attention()
-            owner_LE = self.policy.reshard(self.iteration, self._predicted_LE, self.owner_LE, self.layers[0].context())
-            self.set_owners(owner_LE)
+            self._begin_iteration()
 
     def set_owners(self, owner_LE: NDArray[np.int64]) -> None:
         """Move experts, with the states of all watched optimizers, to the owners `owner_LE`. A collective."""
@@ -136,11 +135,13 @@ class Executor:
         if owner_LE.size and owner_LE.max() >= self.mesh.world_size:
             owner_LE = self.owner_LE  # saved by more ranks: start from even owners here
         self.set_owners(owner_LE)
-        self.iteration = self._resharded_at = int(state["iteration"])
+        self.iteration = int(state["iteration"])
         self.predictor.load_state_dict(state["predictor"])
         self._predicted_LE = self.predictor.predict()
         for layer, attention_s in zip(self.layers, state["attention_s"], strict=True):
             layer.attention_s = attention_s
+        # Now, while no optimizer holds anything that would have to move along.
+        self._begin_iteration()
 
     def close(self) -> None:
         """Stop watching optimizers and end the communicator and the mesh."""
@@ -172,10 +173,17 @@ class Executor:
             for reduction in reductions:
                 reduction.finish()
 
+    def _begin_iteration(self) -> None:
+        """Move the owners where the policy wants them for the iteration that begins."""
+        self._begun_iteration = self.iteration
+        context = self.layers[0].context()
+        self.set_owners(self.policy.reshard(self.iteration, self._predicted_LE, self.owner_LE, context))
+
     def _agree_on_attention(self) -> None:
         """Every rank must plan with the same window: the slowest rank's, measured once."""
         means = [layer.clock.mean_s() for layer in self.layers]
-        if self.iteration != ATTENTION_ITERATIONS:
+        self._timed_iterations += 1
+        if self._timed_iterations < ATTENTION_ITERATIONS or self.layers[0].attention_s is not None:
             return
         seconds_L = torch.tensor([mean or 0.0 for mean in means], dtype=torch.float64, device=self.mesh.device)
         all_reduce_max(self.mesh, seconds_L)

@@ -25,8 +25,8 @@ class StepMetrics:
 
     loss includes the router losses, cross_entropy does not (nats a token); imbalance_*_L: busiest over mean device
     of each layer, with every expert at its owner alone and as it ran; replicas_L: copies added in each layer;
-    bytes_sent: {collective: {link class: bytes}} summed over ranks; exposed_s: seconds ranks waited for
-    communication, their mean.
+    bytes_sent: {collective: {link class: bytes}} summed over ranks; exposed_s: seconds ranks waited, their
+    mean, for sparse collectives, token AlltoAlls and small exchanges; waiting for a slower rank shows in these too.
     """
 
     step: int
@@ -39,7 +39,7 @@ class StepMetrics:
     tokens: int
     tokens_per_s: float
     step_s: float
-    exposed_s: float
+    exposed_s: dict[str, float]
     imbalance_before_L: list[float]
     imbalance_after_L: list[float]
     replicas_L: list[int]
@@ -120,7 +120,7 @@ class Summary:
     imbalance_before: float
     imbalance_after: float
     tokens_per_s: float
-    exposed_share: float
+    exposed_share: dict[str, float]
     bytes_sent: Bytes
     run_dir: str
 
@@ -143,7 +143,10 @@ def summarise(lines: Iterable[Mapping[str, Any]], run_dir: str) -> Summary:
         imbalance_before=float(np.mean([record["imbalance_before_L"] for record in records])),
         imbalance_after=float(np.mean([record["imbalance_after_L"] for record in records])),
         tokens_per_s=float(np.median([record["tokens_per_s"] for record in records])),
-        exposed_share=sum(record["exposed_s"] for record in records) / total_s if total_s else 0.0,
+        exposed_share={
+            name: sum(record["exposed_s"][name] for record in records) / total_s if total_s else 0.0
+            for name in records[0]["exposed_s"]
+        },
         bytes_sent=_add_bytes(record["bytes_sent"] for record in records),
         run_dir=run_dir,
     )
@@ -186,6 +189,7 @@ def _scalars(metrics: StepMetrics) -> dict[str, float]:
         for name, value in asdict(metrics).items()
         if name != "step" and isinstance(value, int | float) and value is not None
     }
+    single |= {f"exposed_s/{name}": value for name, value in metrics.exposed_s.items()}
     for which, values_L in (("before", metrics.imbalance_before_L), ("after", metrics.imbalance_after_L)):
         single |= {f"imbalance_{which}/layer_{layer}": value for layer, value in enumerate(values_L)}
     return single

@@ -111,12 +111,7 @@ class Session:
         Owners come first, so that the optimizer is built over the experts that this rank will hold.
         """
         found = self._agreed_checkpoint()
-        executor = self.executor
-        executor.load_state_dict(found.record["executor"])
-        # A re-sharding that is due before the next step happens here, while there is no optimizer state to move along.
-        context = executor.layers[0].context()
-        load_LE = executor.predictor.predict()
-        executor.set_owners(executor.policy.reshard(executor.iteration, load_LE, executor.owner_LE, context))
+        self.executor.load_state_dict(found.record["executor"])
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         allocate_optimizer_state(self.model, self.optimizer, checkpoints.stored(found))
         checkpoints.load(found, self._tensors(self.optimizer))
