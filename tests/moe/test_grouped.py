@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from themis.moe import Experts, GPTExperts, SwiGLUExperts
-from themis.moe.grouped import grouped_linear
+from themis.moe.chunk import ChunkLayout
+from themis.moe.grouped import _as_stack, grouped_linear
 from themis.testing.strategies import quick
 
 WIDTH, OUT = 3, 4
@@ -167,3 +168,27 @@ def test_experts_pass_gradcheck(experts: Experts) -> None:
         return experts(rows_AM, [2, 0, 1], weights)
 
     assert torch.autograd.gradcheck(run, (make([2, 0, 1])[0], *experts.parameters()))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_at_equal_steps_form_one_stack_that_the_grouped_kernel_takes(transposed: bool) -> None:
+    layout = ChunkLayout({"w1": (16, 24), "b1": (24,)})
+    buffer = torch.randn(4, layout.numel, dtype=torch.bfloat16)
+    weights_S = [layout.views(chunk)["w1"] for chunk in buffer.unbind(0)]
+    if transposed:
+        weights_S = [weight.t() for weight in weights_S]
+    stack_SMN = _as_stack(weights_S)
+    assert stack_SMN is not None
+    assert all(torch.equal(stack_SMN[s], weight) for s, weight in enumerate(weights_S))
+    counts = [3, 0, 8, 5]
+    rows_AM = torch.randn(16, weights_S[0].shape[0], dtype=torch.bfloat16)
+    ends_S = torch.tensor(counts).cumsum(0).to(torch.int32)
+    grouped_AN = torch.nn.functional.grouped_mm(rows_AM, stack_SMN, offs=ends_S)
+    torch.testing.assert_close(grouped_AN, grouped_linear(rows_AM, counts, weights_S))
+
+
+def test_weights_that_do_not_lie_at_equal_steps_form_no_stack() -> None:
+    buffer = torch.randn(6, 8, 8)
+    apart = [torch.randn(8, 8), torch.randn(8, 8)]
+    for weights_S in ([buffer[0], buffer[1], buffer[3]], [buffer[1], buffer[0]], apart, [buffer[0], buffer[1].t()]):
+        assert _as_stack(weights_S) is None

@@ -201,8 +201,8 @@ class LogConfig:
     """Steps between recordings in routing.npz; 0: none."""
     sample_tokens: int = 200
     """Tokens of sample text at the end."""
-    tensorboard: bool = False
-    """Whether to write TensorBoard logs too."""
+    tensorboard: bool | None = None
+    """Whether to write TensorBoard logs too; None: where the package is installed."""
 
     def __post_init__(self) -> None:
         for name in ("every", "evaluate_sequences"):

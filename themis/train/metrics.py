@@ -51,11 +51,12 @@ class StepMetrics:
 class MetricsLog:
     """`metrics.jsonl`, one StepMetrics a line, and TensorBoard. A resumed run cuts back what lies after its step."""
 
-    def __init__(self, directory: Path, resumed_step: int, *, tensorboard: bool) -> None:
+    def __init__(self, directory: Path, resumed_step: int, *, tensorboard: bool | None) -> None:
         self._path = directory / "metrics.jsonl"
         cut_back(self._path, resumed_step)
         self._file = self._path.open("a")
-        self._board = _tensorboard(directory / "tensorboard", resumed_step) if tensorboard else None
+        wanted = tensorboard or (tensorboard is None and _has_tensorboard())
+        self._board = _tensorboard(directory / "tensorboard", resumed_step) if wanted else None
 
     def write(self, metrics: StepMetrics) -> None:
         """Append a line; it is with the operating system when this returns, so that a killed run keeps it."""
@@ -195,8 +196,12 @@ def _scalars(metrics: StepMetrics) -> dict[str, float]:
     return single
 
 
+def _has_tensorboard() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
 def _tensorboard(directory: Path, resumed_step: int) -> Any:
-    if importlib.util.find_spec("tensorboard") is None:
+    if not _has_tensorboard():
         raise ConfigError("log.tensorboard is on; it needs the package `tensorboard`: pip install 'themis-moe[report]'")
     from torch.utils.tensorboard import SummaryWriter
 
