@@ -37,6 +37,7 @@ def _record(model: nn.Module) -> list[Event]:
         layer.recorders.append(lambda name, index: events.append((name, index)))
     for index, block in enumerate(model.blocks):
         block.attention.register_forward_pre_hook(lambda *_, i=index: events.append(("attention_start", i)))
+        block.moe.gate.register_forward_hook(lambda *_, i=index: events.append(("gate_done", i)))
         block.attention.register_full_backward_hook(lambda *_, i=index: events.append(("attention_backward_end", i)))
     return events
 
@@ -51,10 +52,11 @@ def _events_of_one_step(rank: int, case: Case) -> list[Event]:
 
 
 def _forward(layer: int) -> list[Event]:
-    return [("gather_issued", layer), ("attention_start", layer), ("gather_awaited", layer)]
+    names = ("gather_issued", "attention_start", "gate_done", "gather_awaited")
+    return [(name, layer) for name in names]
 
 
-def test_themis_gathers_before_attention_and_reduces_before_its_backward_ends() -> None:
+def test_themis_gathers_before_attention_awaits_after_the_gate_and_reduces_before_its_backward_ends() -> None:
     expected = [*_forward(0), *_forward(1), *_forward(2)]
     for layer in (2, 1, 0):
         expected += [("reduce_issued", layer), ("attention_backward_end", layer)]
