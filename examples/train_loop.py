@@ -36,7 +36,6 @@ def main() -> None:
     if dist.get_rank() == 0:
         for layer in themis.step_report(model):
             print(f"layer {layer.layer}: imbalance {layer.imbalance_before:.2f} -> {layer.imbalance_after:.2f}")
-    themis.fssdp.executor_of(model).close()
     dist.destroy_process_group()
 
 

@@ -125,6 +125,7 @@ CASES = [
     ("train tiny --data text.txt --run-dir taken", "run directory 'taken' holds a run; --resume it or name another"),
     ("train tiny --data text.txt --run-dir text.txt", "'text.txt': File exists"),
     ("train tiny --resume", "there is no run of 'tiny' under 'runs'"),
+    ("train --resume taken --run-dir other", "leave it out with --resume"),
     ("train --resume nowhere", "'nowhere/config.json' cannot be read: No such file or directory"),
     ("train --resume mangled", "model.widht is no field; model has aux_loss_weight"),
     ("train --resume taken", "no checkpoint in 'taken/checkpoints'"),
@@ -247,7 +248,9 @@ def test_checkpoints_that_cannot_be_used(workplace, capsys, damage):
     else:
         resume += ["--model.expert-hidden", "24"]
         expected = "does not fit the model"
+    before = (workplace / "run/config.json").read_text()
     assert expected in read_failure(capsys, resume)
+    assert (workplace / "run/config.json").read_text() == before, "a resume that is refused changes no settings"
 
 
 def test_a_runtime_failure_is_one_line_and_status_1(workplace, capsys):

@@ -120,14 +120,17 @@ def test_killed_at_random_steps_and_resumed(uninterrupted, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_a_stop_signal_reaches_every_rank(tmp_path):
-    process = start(tmp_path, *RUN, "run", "--steps", "1000")
-    wait_for_step(tmp_path / "run", 1)
+@pytest.mark.parametrize(
+    ("every", "hint"), [("0", "no checkpoint was written yet, so start it again"), ("1", "continue with --resume run")]
+)
+def test_a_stop_signal_reaches_every_rank(tmp_path, every, hint):
+    process = start(tmp_path, *RUN, "run", "--steps", "1000", "--checkpoint.every", every)
+    wait_for_step(tmp_path / "run", 2)
     workers = workers_of(process.pid)
     process.send_signal(signal.SIGTERM)
     status, _, err = finish(process)
     assert status == 130
-    assert err.strip() == "themis: stopped by SIGTERM; continue with --resume run"
+    assert err.strip() == f"themis: stopped by SIGTERM; {hint}"
     assert all(map(gone, workers))
 
 

@@ -97,3 +97,16 @@ def test_nobody_is_blamed_when_all_are_there():
     before = {r: _beat(10) for r in range(3)}
     after = {r: _beat(13, tokens=(5, True)) for r in range(3)}
     assert _judge(before, after).ranks == ()
+
+
+def test_a_rank_that_does_something_else_is_named():
+    """All are in their fifth operation, but rank 1 believes that it is another one."""
+    before = {r: _beat(10) for r in range(3)}
+    after = {r: _beat(13, tokens=(5, True)) for r in range(3)}
+    after[1].operations[Channel.TOKENS] = Operation(5, "counts", True)
+    for rank in range(3):
+        verdict = _judge(before, after, rank=rank)
+        assert (verdict.ranks, verdict.reasons) == (
+            (1,),
+            ("rank 1 is in counts while the others are in tokens_operation",),
+        )

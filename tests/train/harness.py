@@ -46,7 +46,7 @@ def small_config(source: Path | str, **changes: Any) -> RunConfig:
         policy=PolicyConfig(budget=1, overlap_degree=2, reshard_interval=3, calibration=False),
         parallel=ParallelConfig(dtype="float64"),
         checkpoint=CheckpointConfig(every=4, keep=5),
-        log=LogConfig(evaluate_every=4, evaluate_sequences=5, routing_every=2, sample_tokens=3),
+        log=LogConfig(evaluate_every=4, evaluate_sequences=5, routing_every=2, sample_tokens=3, tensorboard=False),
     )
     return replace(config, **changes)
 

@@ -45,6 +45,17 @@ def test_a_resumed_log_is_cut_back(tmp_path):
     assert [(record["step"], record["loss"]) for record in records] == [(1, 2.0), (2, 2.0), (3, 7.0)]
 
 
+@pytest.mark.parametrize("damage", [b"5\n", b'{"step": 2}\n', b"\xff\xfe\n", b"null\n"])
+def test_what_is_no_line_of_metrics_ends_the_log(tmp_path, damage):
+    log = MetricsLog(tmp_path, 0, tensorboard=False)
+    log.write(line(1))
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(damage)
+    MetricsLog(tmp_path, 3, tensorboard=False).close()
+    assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == [1]
+
+
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
     log = MetricsLog(tmp_path, 0, tensorboard=False)
     log.write(line(1))
@@ -94,6 +105,17 @@ def test_routing_of_another_number_of_ranks_is_set_aside(tmp_path):
     log.write()
     with np.load(tmp_path / "routing.npz") as new, np.load(tmp_path / "routing-before-11.npz") as old:
         assert (new["tokens"].shape[-1], old["tokens"].shape[-1]) == (4, 2)
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"PK\x03\x04"])
+def test_damaged_routing_is_set_aside(tmp_path, damage):
+    (tmp_path / "routing.npz").write_bytes(damage)
+    log = RoutingLog(tmp_path, 10, world_size=2)
+    log.add(20, np.zeros((3, 4, 2), dtype=np.int64))
+    log.write()
+    assert (tmp_path / "routing-before-11.npz").read_bytes() == damage
+    with np.load(tmp_path / "routing.npz") as new:
+        assert new["iteration"].tolist() == [20]
 
 
 def test_tensorboard_gets_every_scalar(tmp_path):

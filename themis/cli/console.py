@@ -103,7 +103,7 @@ def summary_table(summary: Summary) -> Table:
     ]
     inter = sum(links.get("inter", 0) for links in summary.bytes_sent.values())
     table.add_row("bytes moved", ", ".join(moved) + f"; between nodes {format_bytes(inter)}" if moved else "none")
-    table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")
+    table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s, the median of its steps")
     waits = [f"{name.replace('_', ' ')} {100 * share:.1f} %" for name, share in summary.exposed_share.items()]
     table.add_row("waiting", ", ".join(waits) + " of the time")
     table.add_row("run directory", summary.run_dir)

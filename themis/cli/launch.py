@@ -53,7 +53,7 @@ def launch(run_dir: Path, nproc: int, *, resume: bool, as_json: bool) -> Failure
             return root_cause(error.failures, run_dir)
         except SignalException as error:
             name = signal.Signals(error.sigval).name
-            return Failure(INTERRUPTED, f"stopped by {name}; continue with --resume {run_dir}")
+            return Failure(INTERRUPTED, f"stopped by {name}; {_how_to_go_on(run_dir)}")
         finally:
             del os.environ[LAUNCHED_BY]
     return None
@@ -72,10 +72,16 @@ def root_cause(failures: Mapping[int, ProcessFailure], run_dir: Path) -> Failure
         rank = min(killed)
         code = failures[rank].exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return Failure(FAILED, f"rank {rank} {how}; continue with --resume {run_dir}")
+        return Failure(FAILED, f"rank {rank} {how}; {_how_to_go_on(run_dir)}")
     if spoken:
         return min(spoken, key=lambda item: item[:2])[2]
-    return Failure(FAILED, f"rank {min(failures)} was stopped; continue with --resume {run_dir}")
+    return Failure(FAILED, f"rank {min(failures)} was stopped; {_how_to_go_on(run_dir)}")
+
+
+def _how_to_go_on(run_dir: Path) -> str:
+    if any((run_dir / "checkpoints").glob("step-*[0-9]")):
+        return f"continue with --resume {run_dir}"
+    return "no checkpoint was written yet, so start it again"
 
 
 def end_with_launcher() -> None:

@@ -143,12 +143,23 @@ def _plan_layer(
 
 
 def _table(plans: list[LayerPlan], topology: Topology) -> Table:
-    title = f"{topology.num_nodes} x {topology.devices_per_node} devices; busiest over mean device"
+    title = (
+        f"{topology.num_nodes} x {topology.devices_per_node} devices; busiest over mean device, "
+        "planned and judged on the same load, spread evenly over the devices"
+    )
+    priced = any(plan.transfer_s is not None for plan in plans)
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    for name in ("layer", "EP", "Themis", "gain", "replicas", "between nodes", "transfer"):
+    for name in (
+        "layer",
+        "EP",
+        "Themis",
+        "gain",
+        "replicas",
+        "copies between nodes",
+        *(["transfer"] if priced else []),
+    ):
         table.add_column(name, justify="right")
     for plan in plans:
-        seconds = "" if plan.transfer_s is None else f"{1e3 * plan.transfer_s:.3g} ms"
         table.add_row(
             str(plan.layer),
             f"{plan.ep_imbalance:.2f}",
@@ -156,7 +167,7 @@ def _table(plans: list[LayerPlan], topology: Topology) -> Table:
             f"{plan.gain:.2f}x",
             str(plan.replicas),
             str(plan.inter_node_copies),
-            seconds,
+            *([f"{1e3 * plan.transfer_s:.3g} ms"] if plan.transfer_s is not None else []),
         )
     return table
 

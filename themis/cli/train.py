@@ -17,7 +17,7 @@ from themis.cli.console import Console
 from themis.cli.failure import explain, report
 from themis.cli.launch import launch
 from themis.cli.parse import parse
-from themis.cli.worker import end_rank, work
+from themis.cli.worker import config_path, end_rank, work
 from themis.comm.collectives import all_reduce_sum
 from themis.comm.launch import Launch
 from themis.comm.mesh import Mesh
@@ -63,6 +63,10 @@ def main(arguments: list[str]) -> int:
         resumed = resumed or str(newest_run(base.name))
         base = load_config(Path(resumed) / "config.json")
     options = parse(TrainOptions, flags, _PROG, default=TrainOptions(run=base))
+    if resumed is not None and options.run_dir is not None:
+        raise ConfigError(
+            f"--run-dir is {str(options.run_dir)!r}; leave it out with --resume, which goes on in its run"
+        )
     run_dir = Path(resumed) if resumed is not None else options.run_dir
     if Launch.from_environment() is not None:
         return _train_as_rank(options, run_dir, resume=resumed is not None)
@@ -112,7 +116,7 @@ def _train_here(options: TrainOptions, run_dir: Path | None, *, resume: bool) ->
         prepare(config.data, directory / "data")
         corpus = open_corpus(config.data, directory / "data")
         corpus.check(config.model.sequence_length, config.model.vocab_size)
-        save_config(config, directory / "config.json")
+        save_config(config, config_path(directory, resume=resume))
     except BaseException:
         if fresh:
             shutil.rmtree(directory, ignore_errors=True)
@@ -135,7 +139,7 @@ def _train_as_rank(options: TrainOptions, run_dir: Path | None, *, resume: bool)
             directory = run_dir or _new_directory(config.name, _agreed_time(config, place))
             if place.rank == 0:
                 _prepare_directory(directory, resume=resume)
-                save_config(config, directory / "config.json")
+                save_config(config, config_path(directory, resume=resume))
             run(config, directory, place, Console(as_json=options.json), resume=resume)
         except BaseException as error:
             end_rank(error, run_dir)

@@ -18,6 +18,14 @@ from themis.train.ranks import joined
 from themis.train.session import run
 
 
+def config_path(run_dir: Path, *, resume: bool) -> Path:
+    """Where ranks find their configuration.
+
+    Apart for a run that is resumed: its config.json changes only once its checkpoint turned out to fit.
+    """
+    return run_dir / ("resumed.json" if resume else "config.json")
+
+
 def work(config: RunConfig, run_dir: Path, *, resume: bool, as_json: bool) -> None:
     """Join the other ranks and train; rank 0 draws."""
     with joined(config.parallel) as place:
@@ -27,7 +35,7 @@ def work(config: RunConfig, run_dir: Path, *, resume: bool, as_json: bool) -> No
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train the run of which `config.json` lies in the run directory."""
+    """Train the run of which the configuration lies in the run directory."""
     parser = argparse.ArgumentParser(prog="python -m themis.cli.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
@@ -35,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     end_with_launcher()
     try:
-        work(load_config(given.run_dir / "config.json"), given.run_dir, resume=given.resume, as_json=given.json)
+        config = load_config(config_path(given.run_dir, resume=given.resume))
+        work(config, given.run_dir, resume=given.resume, as_json=given.json)
     except BaseException as error:
         end_rank(error, given.run_dir)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
@@ -30,13 +31,14 @@ def judge(
     """Compare two readings of all records, `MISSED_BEATS` beats apart, from the view of `rank` waiting in `channel`.
 
     First the ranks that have gone (no beat, or left), and whom they or others accused before; a rank that went
-    because of another is not to blame. Else the ranks that have not come to the operation. `now_s` is the wall
-    clock. Clocks of machines may differ, so ages only inform; what decides is whether a record changed.
+    because of another is not to blame. Else the ranks that have not come to the operation, or that came to another
+    one in its place. `now_s` is the wall clock. Clocks of machines may differ, so ages only inform; what decides is
+    whether a record changed.
     """
     others = [other for other in range(world_size) if other != rank]
     accused = {culprit for other in others if other in after for culprit in after[other].accused}
     gone = {other for other in others if _has_gone(other, before, after) and not _accuses(after.get(other))}
-    culprits = tuple(sorted(accused | gone)) or _behind(after, rank, channel)
+    culprits = tuple(sorted(accused | gone)) or _behind(after, rank, channel) or tuple(_astray(after, rank, channel))
     return Verdict(culprits, tuple(_why(culprit, rank, channel, gone, after, now_s) for culprit in culprits))
 
 
@@ -51,6 +53,8 @@ def _accuses(beat: Beat | None) -> bool:
 
 
 def _why(culprit: int, rank: int, channel: Channel, gone: set[int], after: Mapping[int, Beat], now_s: float) -> str:
+    if words := _astray(after, rank, channel).get(culprit):
+        return words
     if culprit == rank:
         return f"the other ranks gave up waiting for this rank ({rank})"
     if culprit not in after:
@@ -82,6 +86,18 @@ def _behind(beats: Mapping[int, Beat], rank: int, channel: Channel) -> tuple[int
         if not waits_for:
             culprits.add(other)
     return tuple(sorted(culprits)) or direct
+
+
+def _astray(beats: Mapping[int, Beat], rank: int, channel: Channel) -> dict[int, str]:
+    """The ranks that take the operation of `channel` that `rank` is in for another than most ranks do, in words."""
+    number = _number(beats[rank], channel)
+    present = {r: o.name for r, beat in beats.items() if (o := beat.operations.get(channel)) and o.number == number}
+    if len(set(present.values())) < 2:
+        return {}
+    count, mine = Counter(present.values()), present[rank]
+    common = max(count, key=lambda name: (count[name], name == mine))
+    strays = [r for r in sorted(present) if present[r] != common]
+    return {r: f"rank {r} is in {present[r]} while the others are in {common}" for r in strays}
 
 
 def _late(beats: Mapping[int, Beat], rank: int, channel: Channel) -> tuple[int, ...]:

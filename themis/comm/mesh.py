@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,6 +74,8 @@ class Mesh:
             heartbeat.stop()
             raise failure from error
         mesh = Mesh(rank, world_size, topology, device, timeout_s, groups, heartbeat)
+        # A mesh that is forgotten without `close` leaves no thread behind.
+        weakref.finalize(mesh, heartbeat.stop).atexit = False
         collectives.barrier(mesh)  # a rank that hurries on and leaves must not cut off one that still connects
         return mesh
 

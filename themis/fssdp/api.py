@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from themis.comm.communicator import Communicator
 from themis.comm.mesh import Mesh
@@ -19,6 +16,7 @@ from themis.core.errors import ConfigError, require
 from themis.core.placement import even_owner
 from themis.core.topology import Topology
 from themis.fssdp.adapters import MoESite, find_sites
+from themis.fssdp.dense import Dense, parallelize_dense
 from themis.fssdp.executor import Executor, SparseDispatcher
 from themis.fssdp.expert_shard import ExpertShard
 from themis.fssdp.grad_norm import total_gradient_norm
@@ -32,8 +30,6 @@ from themis.policies import Policy, Themis
 NOMINAL_FLOPS_PER_S = {"cpu": 50e9, "cuda": 400e12}
 
 _ATTRIBUTE = "_themis_executor"
-
-Dense = Literal["replicate", "fully_shard", "none"]
 
 
 def parallelize(
@@ -56,12 +52,10 @@ def parallelize(
     default the paper's; mixed_precision: types in which experts compute and reduce; dense: what becomes of all other
     parameters: torch's replicate (DDP) or fully_shard, or none (their gradients are the caller's); flops_per_s: a
     device's speed, for calibration; timeout_s: the most seconds any wait on a peer may take before PeerError.
+    What waits in DDP's own backward raises torch's RuntimeError instead, without naming a rank.
     Raises ConfigError on a model without MoE layers, or a topology that does not fit the world.
     """
-    choices = ("replicate", "fully_shard", "none")
-    require(dense in choices, "dense", dense, "one of " + ", ".join(choices))
-    if hasattr(model, _ATTRIBUTE):
-        raise ConfigError("the model has been parallelized before; build a new one")
+    _check_arguments(model, topology, policy, mixed_precision, dense)
     sites = find_sites(model)
     device = next(model.parameters()).device
     mesh = Mesh.create(topology, device=device, timeout_s=timeout_s)
@@ -75,10 +69,26 @@ def parallelize(
     executor = Executor(mesh, communicator, chosen, layers, watch)
     watch.on_step = executor.end_iteration
     _install(model, sites, executor)
-    _parallelize_dense(model, sites, mesh, dense, precision)
-    # Not a submodule, and not copied or saved with the model.
+    parallelize_dense(model, sites, mesh, dense, precision)
+    # Not a submodule, and not saved with the model.
     object.__setattr__(model, _ATTRIBUTE, executor)
     return model
+
+
+def _check_arguments(model: nn.Module, topology: object, policy: object, mixed_precision: object, dense: str) -> None:
+    choices = ("replicate", "fully_shard", "none")
+    require(dense in choices, "dense", dense, "one of " + ", ".join(choices))
+    require(
+        topology is None or isinstance(topology, Topology), "topology", topology, "a themis Topology(nodes, devices)"
+    )
+    known = policy is None or isinstance(policy, Policy)
+    require(known, "policy", policy, "a policy such as themis.Themis() or themis.EP()")
+    typed = mixed_precision is None or isinstance(mixed_precision, MixedPrecision)
+    require(typed, "mixed_precision", mixed_precision, "a themis.MixedPrecision(param_dtype, reduce_dtype)")
+    if hasattr(model, _ATTRIBUTE):
+        raise ConfigError("the model has been parallelized before; build a new one")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError("the model has parameters on the meta device; give them memory and values first")
 
 
 def executor_of(model: nn.Module) -> Executor:
@@ -114,7 +124,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 def step_report(model: nn.Module) -> list[LayerReport]:
     """One LayerReport a layer on its last training pass; empty before the first. No communication."""
-    reports = [report_layer(layer, layer.cost.token_bytes) for layer in executor_of(model).layers]
+    reports = [report_layer(layer) for layer in executor_of(model).layers]
     return [report for report in reports if report is not None]
 
 
@@ -142,16 +152,27 @@ def _install(model: nn.Module, sites: list[MoESite], executor: Executor) -> None
     # The hooks hold the executor weakly: model -> executor -> model would keep its threads past the model's life.
     ref = weakref.ref(executor)
 
-    def start_forward(module: nn.Module, _: object) -> None:
-        alive = ref()
-        assert alive is not None
-        alive.begin_forward(module.training)
-
-    model.register_forward_pre_hook(start_forward, prepend=True)
+    model.register_forward_pre_hook(_StartForward(ref), prepend=True)
     for site, layer in zip(sites, executor.layers, strict=True):
         site.layer.dispatcher = SparseDispatcher(executor, layer)
         if site.block is not site.layer:
             site.block.register_forward_pre_hook(_prefetch_hook(ref, layer), with_kwargs=True, prepend=True)
+
+
+@final
+class _StartForward:
+    """The root's hook; the first thing that a copy of the model would copy, so it refuses for all."""
+
+    def __init__(self, ref: weakref.ref[Executor]) -> None:
+        self._ref = ref
+
+    def __call__(self, module: nn.Module, _: object) -> None:
+        executor = self._ref()
+        assert executor is not None
+        executor.begin_forward(module.training)
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        raise ConfigError("a parallelized model cannot be copied; build another and load its state_dict")
 
 
 def _prefetch_hook(
@@ -161,26 +182,14 @@ def _prefetch_hook(
         alive = ref()
         assert alive is not None
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        # A checkpointed block is recomputed from the very tensors of its forward.
-        key = (tensors[0].data_ptr(), tuple(tensors[0].shape)) if tensors else None
-        alive.begin_block(layer, key)
+        alive.begin_block(layer, _identity(tensors[0]) if tensors else None)
 
     return start_block
 
 
-def _parallelize_dense(
-    model: nn.Module, sites: list[MoESite], mesh: Mesh, dense: Dense, precision: MixedPrecision
-) -> None:
-    if mesh.world_size == 1 or dense == "none":
-        return
-    experts = [site.layer.experts for site in sites]
-    if dense == "replicate":
-        replicate(model, ignored_modules=experts, process_group=mesh.dense_group)
-        return
-    ignored = {parameter for module in experts for parameter in module.parameters()}
-    device_mesh = DeviceMesh.from_group(mesh.dense_group, mesh.device.type)
-    types = MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
-    for site in sites:
-        if site.block is not site.layer:
-            fully_shard(site.block, mesh=device_mesh, ignored_params=ignored, mp_policy=types)
-    fully_shard(model, mesh=device_mesh, ignored_params=ignored, mp_policy=types)
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    """What a tensor has in common with its aliases alone: a checkpointed block is recomputed from those of its forward.
+
+    The storage itself, not its address, for that is the same for all empty tensors.
+    """
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape)

@@ -1,4 +1,4 @@
-"""One pass of one layer in the runtime: gather, route, compute, release, gather again, reduce (DESIGN, section 6)."""
+"""One pass of one layer in the runtime: gather, route, compute, release, gather again, reduce (see docs/design.md)."""
 
 from __future__ import annotations
 

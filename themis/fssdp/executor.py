@@ -1,4 +1,4 @@
-"""The executor: runs the FSSDP workflow of one model on one rank (Themis paper, section 4.1; DESIGN, section 6).
+"""The executor: runs the FSSDP workflow of one model on one rank (Themis paper, section 4.1; docs/design.md).
 
 Concurrency in one place. Forward: a hook before each block issues SparseAllGather(l) on the communicator's queue; the
 layer awaits it after its gate. Backward: the experts' backward of layer l issues, in this order, the second
@@ -67,7 +67,7 @@ class Executor:
         self._predicted_LE: NDArray[np.float64] | None = None
         self._pending: dict[int, LayerCall] = {}
         self._latest: weakref.ref[LayerCall] | None = None
-        self._callback_queued = False
+        self._finishing_task = -1
         for layer in self.layers:
             layer.on_backward = self._queue_finish
 
@@ -87,14 +87,20 @@ class Executor:
             return
         self._latest = None
         self._pending.clear()
+        for layer in self.layers:
+            layer.drop_reductions()
         if training and torch.is_grad_enabled() and self._begun_iteration != self.iteration:
             self._agree_on_attention()
             self._begin_iteration()
 
     def set_owners(self, owner_LE: NDArray[np.int64]) -> None:
         """Move experts, with the states of all watched optimizers, to the owners `owner_LE`. A collective."""
-        if not np.array_equal(owner_LE, self.owner_LE):
-            move_experts(self.layers, owner_LE, self.watch.optimizers(), self.mesh)
+        if np.array_equal(owner_LE, self.owner_LE):
+            return
+        before = self._owned_parameters()
+        move_experts(self.layers, owner_LE, self.watch.optimizers(), self.mesh)
+        kept = {id(parameter) for parameter in self._owned_parameters()}
+        self.watch.moved_away(parameter for parameter in before if id(parameter) not in kept)
 
     def begin_block(self, layer: ShardedLayer, key: object) -> None:
         """The block of `layer` starts: its replicas set out (prefetch), under the attention that runs next."""
@@ -149,6 +155,9 @@ class Executor:
         self.communicator.close()
         self.mesh.close()
 
+    def _owned_parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for layer in self.layers for parameter in layer.shard.experts.parameters()]
+
     def _begin(self, layer: ShardedLayer, key: object) -> LayerCall:
         if in_backward():
             call = layer.find_call(key)
@@ -162,16 +171,16 @@ class Executor:
         return call
 
     def _queue_finish(self) -> None:
-        if not self._callback_queued:
-            self._callback_queued = True
+        # By task, as one that raises never calls back, and a reentrant checkpoint's runs inside another.
+        task = torch._C._current_graph_task_id()
+        if self._finishing_task != task:
+            self._finishing_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
-        self._callback_queued = False
+        self._finishing_task = -1
         for layer in reversed(self.layers):
-            reductions, layer.pending_reductions = layer.pending_reductions, []
-            for reduction in reductions:
-                reduction.finish()
+            layer.finish_reductions()
 
     def _begin_iteration(self) -> None:
         """Move the owners where the policy wants them for the iteration that begins."""

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from themis.core.errors import ConfigError
 from themis.fssdp.precision import MixedPrecision
 from themis.moe.experts import Experts
 
@@ -53,7 +54,12 @@ class ExpertShard:
         chunk = self._chunks[e]
         name, parameter = next(iter(self.experts.expert(e).items()))
         if parameter.data_ptr() != self.layout.views(chunk)[name].data_ptr():
-            # The user moved or cast the module; the parameters are the truth.
+            # The user put other memory under the parameters; they are the truth.
+            if (parameter.dtype, parameter.device) != (self.master_dtype, self.device):
+                raise ConfigError(
+                    f"the model is now {parameter.dtype} on {parameter.device}; it was parallelized as "
+                    f"{self.master_dtype} on {self.device}: cast and move it before themis.parallelize"
+                )
             chunk = self._chunks[e] = self._gather_into_chunk(e)
         return chunk
 

@@ -24,7 +24,11 @@ def pack_expert(shard: ExpertShard, e: int, optimizers: Sequence[torch.optim.Opt
     tensors = [shard.chunk(e)]
     header: dict[str, Any] = {}
     for name, parameter in shard.parameters(e).items():
-        entry: dict[str, Any] = {"place": _find(parameter, optimizers), "gradient": parameter.grad is not None}
+        entry: dict[str, Any] = {
+            "place": _find(parameter, optimizers),
+            "trained": parameter.requires_grad,
+            "gradient": parameter.grad is not None,
+        }
         if parameter.grad is not None:
             tensors.append(parameter.grad)
         if entry["place"] is not None:
@@ -47,7 +51,7 @@ def unpack_expert(shard: ExpertShard, e: int, data: Tensor, optimizers: Sequence
     chunk = reader.tensor(shard.master_dtype, (shard.layout.numel,), shard.device)
     parameters = shard.take(e, chunk)
     for name, entry in header.items():
-        parameter = parameters[name]
+        parameter = parameters[name].requires_grad_(entry["trained"])
         if entry["gradient"]:
             parameter.grad = reader.tensor(parameter.dtype, tuple(parameter.shape), shard.device)
         if entry["place"] is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -20,6 +21,9 @@ from themis.fssdp.clock import AttentionClock
 from themis.fssdp.expert_shard import ExpertShard
 from themis.policies import LayerContext, Policy
 
+#: Forwards without a graph that may still be recomputed; more than any accumulation has micro-batches in flight.
+KEPT_CALLS = 256
+
 #: Told of each event: its name and the layer's index.
 Recorder = Callable[[str, int], None]
 
@@ -35,10 +39,14 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait for the replicas' gradients and add the sums to the parameters' gradients."""
-        if self._work is not None:
-            self._work.wait()
+        self.drop()
         for e, gradient in self._gradients.items():
             self._shard.add_gradient(e, gradient)
+
+    def drop(self) -> None:
+        """Wait for the replicas' gradients, and no more."""
+        if self._work is not None:
+            self._work.wait()
 
 
 @final
@@ -65,7 +73,7 @@ class ShardedLayer:
         self.attention_s: float | None = None
         self.is_last = False
         self.recorders: list[Recorder] = []
-        self.pending_reductions: list[Reduction] = []
+        self._reductions: list[Reduction] = []
         self.on_backward: Callable[[], None] = lambda: None
         #: Tokens of this iteration's counted passes by expert and rank; int64 [E, D].
         self.counted_ED: NDArray[np.int64] = np.zeros((shard.experts.num_experts, mesh.world_size), dtype=np.int64)
@@ -73,7 +81,7 @@ class ShardedLayer:
         self.last_decision: Decision | None = None
         self._open: list[weakref.ref[LayerCall]] = []
         # Reentrant checkpointing runs its forward without a graph, so nothing else would keep these calls alive.
-        self._kept: list[LayerCall] = []
+        self._kept: deque[LayerCall] = deque(maxlen=KEPT_CALLS)
 
     def context(self) -> LayerContext:
         """What the policy may know."""
@@ -87,6 +95,7 @@ class ShardedLayer:
     def open_call(self, load_E: NDArray[np.float64] | None, key: object, keep: bool) -> LayerCall:
         """A new pass for the predicted load; `keep` holds on to it until the iteration's end."""
         call = LayerCall(self, self.policy.place(self.shard.owner_E, load_E, self.context()), key)
+        self._open = [ref for ref in self._open if ref() is not None]
         self._open.append(weakref.ref(call))
         if keep:
             self._kept.append(call)
@@ -139,12 +148,24 @@ class ShardedLayer:
             name = f"sparse_reduce_scatter of layer {self.index}"
             work = sparse_reduce_scatter(self.communicator, call.replicas.plan, chunks, name=name)
         owned = {e: chunks[e] for e in self.shard.owned}
-        self.pending_reductions.append(Reduction(self.shard, owned, work))
+        self._reductions.append(Reduction(self.shard, owned, work))
         if self.policy.rematerialize:
             call.replicas.release()
         else:
             call.replicas.forget()
         self._open = [ref for ref in self._open if ref() not in (None, call)]
+
+    def finish_reductions(self) -> None:
+        """Autograd's pass ends: have all gradients in place."""
+        reductions, self._reductions = self._reductions, []
+        for reduction in reductions:
+            reduction.finish()
+
+    def drop_reductions(self) -> None:
+        """Forget the gradients of a backward that raised an error and so never ended."""
+        reductions, self._reductions = self._reductions, []
+        for reduction in reductions:
+            reduction.drop()
 
     def _gradient_chunks(self, call: LayerCall, gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Each slot's gradient as a chunk, divided by the ranks, as data parallelism averages; zero where idle."""

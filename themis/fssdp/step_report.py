@@ -36,7 +36,7 @@ class LayerReport:
     bytes_moved: dict[str, dict[str, int]]
 
 
-def report_layer(layer: ShardedLayer, token_bytes: int) -> LayerReport | None:
+def report_layer(layer: ShardedLayer) -> LayerReport | None:
     """The report of `layer`; None before its first training pass."""
     decision = layer.last_decision
     if decision is None:
@@ -55,7 +55,7 @@ def report_layer(layer: ShardedLayer, token_bytes: int) -> LayerReport | None:
         imbalance_before=imbalance(owner_load(load_E, placement.owner_E, placement.num_devices)),
         imbalance_after=imbalance(device_load(decision.route_EDD)),
         bytes_moved={
-            "all_to_all": _token_bytes(decision.route_EDD, topology, token_bytes),
+            "all_to_all": _token_bytes(decision.route_EDD, topology, layer.cost.token_bytes),
             "sparse_all_gather": _chunk_bytes([*decision.first_gathers, *regathers], layer, shard.param_dtype),
             "sparse_reduce_scatter": _chunk_bytes([decision.transfers], layer, shard.reduce_dtype),
         },

@@ -32,7 +32,9 @@ def inputs_and_targets(windows: NDArray[np.int64], vocab_size: int, device: torc
 
     ConfigError for a token that the model does not know.
     """
-    largest = int(windows.max(initial=0))
+    smallest, largest = int(windows.min(initial=0)), int(windows.max(initial=0))
+    if smallest < 0:
+        raise ConfigError(f"the data has token {smallest}; tokens must be 0 or more")
     if largest >= vocab_size:
         raise ConfigError(f"the data has token {largest}; with model.vocab_size {vocab_size} tokens must be below that")
     tokens = torch.as_tensor(windows, device=device)

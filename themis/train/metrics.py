@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
@@ -77,8 +78,8 @@ class MetricsLog:
 class RoutingLog:
     """`routing.npz`: where tokens went, `tokens` int32 [iteration, layer, expert, rank] and `iteration` int64.
 
-    Held in memory and written whole, so that the file is valid at all times. A run resumed on another number of ranks
-    starts a new file and keeps the old one as `routing-before-STEP.npz`.
+    Held in memory and written whole, so that the file is valid at all times. A run resumed on another number of ranks,
+    or over a file that something else has damaged, starts a new one and keeps the old as `routing-before-STEP.npz`.
     """
 
     def __init__(self, directory: Path, resumed_step: int, world_size: int) -> None:
@@ -86,13 +87,15 @@ class RoutingLog:
         self._records: list[tuple[int, NDArray[np.int32]]] = []
         if not resumed_step or not self._path.exists():
             return
-        with np.load(self._path) as stored:
-            iteration, tokens = stored["iteration"].tolist(), stored["tokens"]
-        if tokens.shape[-1] != world_size:
+        try:
+            with np.load(self._path) as stored:
+                records = list(zip(stored["iteration"].tolist(), stored["tokens"], strict=True))
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+            records = None
+        if records is None or any(tokens_LED.shape[-1:] != (world_size,) for _, tokens_LED in records):
             os.replace(self._path, directory / f"routing-before-{resumed_step + 1}.npz")
             return
-        pairs = zip(iteration, tokens, strict=True)
-        self._records = [(step, tokens_LED) for step, tokens_LED in pairs if step <= resumed_step]
+        self._records = [(step, tokens_LED) for step, tokens_LED in records if step <= resumed_step]
 
     def add(self, step: int, tokens_LED: NDArray[np.int64]) -> None:
         """Remember the counts of a step."""
@@ -154,15 +157,19 @@ def summarise(lines: Iterable[Mapping[str, Any]], run_dir: str) -> Summary:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a `metrics.jsonl`; a last one that was cut off by a kill is left out."""
+    """The whole lines of a `metrics.jsonl`, up to one that was cut off by a kill or is no StepMetrics."""
     if not path.exists():
         return []
+    names = {item.name for item in fields(StepMetrics)}
     records = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+        except ValueError:  # UnicodeDecodeError is one
             break
+        if not isinstance(record, dict) or not names <= record.keys():
+            break
+        records.append(record)
     return records
 
 

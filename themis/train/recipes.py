@@ -34,7 +34,7 @@ def tiny() -> RunConfig:
         ),
         batch=BatchConfig(sequences=16),
         optimizer=OptimizerConfig(lr=2e-3, warmup_steps=20),
-        policy=PolicyConfig(reshard_interval=100),
+        policy=PolicyConfig(reshard_interval=100, dispatch_rule="balanced"),
         parallel=ParallelConfig(intra_bytes_per_s=2e9, inter_bytes_per_s=1e9),
         checkpoint=CheckpointConfig(every=100),
         log=LogConfig(evaluate_every=100, evaluate_sequences=64, routing_every=10, sample_tokens=160),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import threading
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import final
@@ -14,6 +15,7 @@ import torch
 
 from themis.comm.collectives import all_reduce_sum, barrier
 from themis.comm.mesh import Mesh
+from themis.core.errors import ConfigError
 from themis.fssdp import MixedPrecision, parallelize, step_report
 from themis.fssdp.api import executor_of
 from themis.fssdp.executor import Executor
@@ -27,6 +29,7 @@ from themis.train.metrics import MetricsLog, RoutingLog, StepMetrics, Summary, r
 from themis.train.observer import Observer
 from themis.train.optim import build_optimizer
 from themis.train.ranks import Place
+from themis.train.run_lock import exclusive
 from themis.train.state import (
     allocate_optimizer_state,
     model_tensors,
@@ -37,7 +40,7 @@ from themis.train.state import (
 )
 from themis.train.trainer import Hooks, Trainer
 
-#: How often ranks look whether rank 0 has prepared the data.
+#: How often ranks hear whether rank 0 has prepared the data.
 _POLL_S = 0.2
 
 
@@ -47,23 +50,54 @@ def run(config: RunConfig, run_dir: Path, place: Place, observer: Observer, *, r
     With `resume` the run goes on from its newest whole checkpoint. ConfigError for data that does not fit,
     CheckpointError, PeerError.
     """
-    corpus = shared_corpus(config, run_dir, place.rank)
+    with exclusive(run_dir) if place.rank == 0 else nullcontext():
+        return _run(config, run_dir, place, observer, resume=resume)
+
+
+def _run(config: RunConfig, run_dir: Path, place: Place, observer: Observer, *, resume: bool) -> Summary | None:
     model = build_model(config, place)
     executor = executor_of(model)
     try:
+        corpus = shared_corpus(config, run_dir, executor.mesh)
         session = Session(config, run_dir, model, executor, corpus, observer)
         return session.train(session.resume() if resume else 0)
     finally:
         executor.close()
 
 
-def shared_corpus(config: RunConfig, run_dir: Path, rank: int) -> Corpus:
-    """The corpus, which rank 0 tokenises into the run directory while the others look on; checked against the model."""
+def shared_corpus(config: RunConfig, run_dir: Path, mesh: Mesh) -> Corpus:
+    """The corpus, which rank 0 tokenises into the run directory, however long that takes; checked against the model.
+
+    A collective: the others look in now and then, so that a dead rank 0 is noticed. ConfigError on every rank where
+    one cannot see what rank 0 has written.
+    """
     directory = run_dir / "data"
-    if rank == 0:
-        prepare(config.data, directory)
-    while not is_prepared(config.data, directory):
-        time.sleep(_POLL_S)
+    state = torch.zeros(1, device=mesh.device)
+    failure: list[BaseException] = []
+
+    def prepare_data() -> None:
+        try:
+            prepare(config.data, directory)
+        except BaseException as error:
+            failure.append(error)
+
+    worker = threading.Thread(target=prepare_data, name="themis-prepare", daemon=True)
+    if mesh.rank == 0:
+        worker.start()
+    while not state.item():
+        if mesh.rank == 0:
+            worker.join(_POLL_S)
+            state[0] = 0 if worker.is_alive() else 2 if failure else 1
+        all_reduce_sum(mesh, state)
+    if failure:
+        raise failure[0]
+    if state.item() == 2 or not is_prepared(config.data, directory):
+        raise ConfigError(
+            f"rank {mesh.rank} finds no prepared data in {str(directory)!r}; give --run-dir on a file system that "
+            "all nodes share"
+            if state.item() == 1
+            else "rank 0 could not prepare the data"
+        )
     corpus = open_corpus(config.data, directory)
     corpus.check(config.model.sequence_length, config.model.vocab_size)
     return corpus

@@ -1,0 +1,67 @@
+"""What becomes of the parameters that are no experts: torch's replicate (DDP), fully_shard, or nothing."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from themis.comm.mesh import Mesh
+from themis.core.errors import ConfigError
+from themis.fssdp.adapters import MoESite
+from themis.fssdp.precision import MixedPrecision
+
+Dense = Literal["replicate", "fully_shard", "none"]
+
+
+def parallelize_dense(
+    model: nn.Module, sites: list[MoESite], mesh: Mesh, dense: Dense, precision: MixedPrecision
+) -> None:
+    """Have the gradients of all parameters outside the experts of `sites` averaged over the mesh, as `dense` says."""
+    if mesh.world_size == 1 or dense == "none":
+        return
+    experts = [site.layer.experts for site in sites]
+    ignored = {parameter for module in experts for parameter in module.parameters()}
+    if dense == "replicate":
+        trained = [p for p in model.parameters() if p.requires_grad and p not in ignored]
+        if trained:  # DDP refuses a model that has none
+            replicate(model, ignored_modules=experts, process_group=mesh.dense_group)
+            _OncePerForward(model, trained)
+        return
+    device_mesh = DeviceMesh.from_group(mesh.dense_group, mesh.device.type)
+    types = MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
+    for site in sites:
+        if site.block is not site.layer:
+            fully_shard(site.block, mesh=device_mesh, ignored_params=ignored, mp_policy=types)
+    fully_shard(model, mesh=device_mesh, ignored_params=ignored, mp_policy=types)
+
+
+@final
+class _OncePerForward:
+    """Refuses what DDP gets wrong in silence: it averages a parameter's gradient once after each forward.
+
+    A second gradient that reaches the parameter before the next forward would stay this rank's own.
+    """
+
+    def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
+        self._averaged: set[int] = set()
+        model.register_forward_pre_hook(self._begin)
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _begin(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._averaged.clear()
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if id(parameter) in self._averaged:
+            raise ConfigError(
+                "dense is 'replicate', with which each forward takes one backward, straight after it, that meets each "
+                "parameter once; sum the losses of several forwards, checkpoint with use_reentrant=False, or choose "
+                "dense='fully_shard'"
+            )
+        self._averaged.add(id(parameter))
