@@ -24,9 +24,10 @@ setup: $(STAMP)
 
 # torch first and by itself, so that a change of the project's own dependencies never downloads it again.
 $(STAMP): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing torch and the rest into .venv; this takes a minute or two"
+	@$(BIN)/python -m pip install --quiet "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@
 
 train: $(STAMP)

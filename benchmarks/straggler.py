@@ -49,16 +49,17 @@ class Block(nn.Module):
 
     def __init__(self, kind: str, attention: bool) -> None:
         super().__init__()
-        self.dense = nn.Linear(WIDTH, WIDTH) if attention else nn.Identity()
-        if isinstance(self.dense, nn.Linear):  # feature 0, which carries the gate's bias, stays as it is
+        self.dense = nn.Linear(WIDTH, WIDTH) if attention else None
+        if self.dense is not None:  # feature 0, which carries the gate's bias, stays as it is
             nn.init.zeros_(self.dense.weight[0])
             nn.init.zeros_(self.dense.bias)
         self.moe = MoELayer(MoEConfig(WIDTH, HIDDEN, EXPERTS, TOP_K, experts=kind, bias=False))
 
     def forward(self, x_TM: Tensor) -> Tensor:
         """[T, M] to [T, M]."""
-        x_TM = x_TM + self.dense(x_TM)
-        return x_TM + self.moe(x_TM).hidden
+        if self.dense is not None:
+            x_TM = x_TM + self.dense(x_TM)
+        return self.moe(x_TM).hidden
 
 
 class Model(nn.Module):
@@ -69,8 +70,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([Block(kind, attention)])
 
     def forward(self, x_TM: Tensor) -> Tensor:
-        """A scalar loss."""
-        return self.blocks[0](x_TM).square().mean()
+        """[T, M] to [T, M]."""
+        return self.blocks[0](x_TM)
 
 
 def skew(gate_weight: Tensor, skewed: bool) -> None:
@@ -91,13 +92,14 @@ class Timed:
         themis.parallelize(self.model, policy=policy)
         self.mesh = executor_of(self.model).mesh
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.gradient_TM = torch.full((TOKENS, WIDTH), 1e-3)
         self.seconds: list[float] = []
 
     def step(self, x_TM: Tensor, count: bool) -> None:
         """One step; its time is the slowest rank's."""
         barrier(self.mesh)
         began_s = time.perf_counter()
-        self.model(x_TM).backward()
+        self.model(x_TM).backward(self.gradient_TM)
         # No rank's step is over before the slowest rank's.
         spent_s = torch.tensor([time.perf_counter() - began_s], dtype=torch.float64)
         all_reduce_max(self.mesh, spent_s)
@@ -128,6 +130,7 @@ def measure(rank: int, kind: str, skewed: bool, attention: bool, steps: int) -> 
     mesh = timed["ep"].mesh
     x_TM = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank))
     x_TM[:, 0] = 1.0
+    x_TM.requires_grad_()  # as in a model, the layer's backward reaches its input
     rows = TOKENS * TOP_K
     bound = []
     for step in range(steps + 3):

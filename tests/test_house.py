@@ -30,3 +30,7 @@ def test_nothing_from_a_file_is_run() -> None:
 
 def test_no_file_outgrows_its_room() -> None:
     assert not [name for name, text in _sources() if text.count("\n") > 400]
+
+
+def test_the_readme_has_no_gaps() -> None:
+    assert "@@" not in (ROOT.parent / "README.md").read_text()
