@@ -28,7 +28,8 @@ RUN = (
 
 
 def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (directory / "tmp").mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(directory / "tmp")}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     (directory / "text.txt").write_text("".join(f"{n} and {n + 1}. " for n in range(500)))
@@ -85,7 +86,8 @@ def uninterrupted(tmp_path_factory) -> list[tuple[int, float, float]]:
     status, out, err = finish(start(directory, *RUN, "run"))
     assert (status, err) == (0, "")
     assert "held-out loss" in out
-    assert sorted(path.name for path in directory.iterdir()) == ["run", "text.txt"]
+    assert sorted(path.name for path in directory.iterdir()) == ["run", "text.txt", "tmp"]
+    assert not list((directory / "run").glob(".launch-*"))
     return metrics(directory / "run")
 
 
@@ -117,6 +119,7 @@ def test_killed_at_random_steps_and_resumed(uninterrupted, tmp_path):
     status, _, err = finish(process)
     assert (status, err) == (0, "")
     assert metrics(tmp_path / "run") == uninterrupted
+    assert not list((tmp_path / "tmp").glob("themis*")), "a killed launcher left files outside the run directory"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -154,6 +157,7 @@ def test_under_torchrun(uninterrupted, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert metrics(tmp_path / "run") == uninterrupted
+    assert not list((tmp_path / "tmp").glob("themis*")), "a killed launcher left files outside the run directory"
 
 
 def failure(exitcode: int, message: str = "") -> ProcessFailure:

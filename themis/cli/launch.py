@@ -30,7 +30,8 @@ def launch(run_dir: Path, nproc: int, *, resume: bool, as_json: bool) -> Failure
     _quiet_elastic()
     os.environ[LAUNCHED_BY] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    with tempfile.TemporaryDirectory(prefix="themis-") as logs:
+    # In the run directory: a launcher that is killed leaves nothing elsewhere.
+    with tempfile.TemporaryDirectory(prefix=".launch-", dir=run_dir) as logs:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
