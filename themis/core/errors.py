@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NoReturn
 
 
@@ -29,6 +30,11 @@ def require(condition: bool, argument: str, given: object, wanted: str) -> None:
     """Raise ConfigError naming `argument`, what was `given` and what is `wanted`, unless `condition` holds."""
     if not condition:
         reject(argument, repr(given), wanted)
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether `value` is a whole number, Python's or NumPy's but no bool, of at least `least`."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
 def reject(argument: str, described: str, wanted: str) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from themis.core.errors import require
+from themis.core.errors import is_whole, require
 
 
 class LinkClass(Enum):
@@ -55,8 +55,7 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("num_nodes", "devices_per_node"):
             value = getattr(self, name)
-            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            require(whole and value >= 1, name, value, "a whole number, 1 or more")
+            require(is_whole(value, 1), name, value, "a whole number, 1 or more")
 
     @cached_property
     def num_devices(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ def parallelize(
 
 
 def _check_arguments(model: nn.Module, topology: object, policy: object, mixed_precision: object, dense: str) -> None:
-    choices = ("replicate", "fully_shard", "none")
+    choices = get_args(Dense)
     require(dense in choices, "dense", dense, "one of " + ", ".join(choices))
     require(
         topology is None or isinstance(topology, Topology), "topology", topology, "a themis Topology(nodes, devices)"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Literal, final
 
-from themis.core.errors import require
+from themis.core.errors import is_whole, require
 
 
 @final
@@ -30,12 +29,8 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("width", "expert_hidden", "num_experts", "top_k"):
-            _require_whole(name, getattr(self, name), 1)
-        _require_whole("shared_hidden", self.shared_hidden, 0)
+            require(is_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number, 1 or more")
+        hidden = self.shared_hidden
+        require(is_whole(hidden, 0), "shared_hidden", hidden, "a whole number, 0 or more")
         require(self.experts in ("gpt", "swiglu"), "experts", self.experts, "'gpt' or 'swiglu'")
         require(self.top_k <= self.num_experts, "top_k", self.top_k, f"at most num_experts ({self.num_experts})")
-
-
-def _require_whole(name: str, value: object, least: int) -> None:
-    good = not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
-    require(good, name, value, f"a whole number, {least} or more")

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from themis.core.errors import reject
+from themis.core.errors import is_whole, reject, require
 
 _FLOAT64 = np.dtype(np.float64)
 _INT64 = np.dtype(np.int64)
@@ -36,36 +36,26 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def floats(values: ArrayLike, name: str, num_dims: int) -> NDArray[np.float64]:
-    """`values` as a read-only C-contiguous float64 array; ConfigError unless it has `num_dims` dimensions."""
-    array = values if isinstance(values, np.ndarray) else np.asarray(values)
-    if array.dtype != _FLOAT64 or not array.flags.c_contiguous:
-        if array.dtype.kind not in "fiub":
-            reject(name, f"of type {array.dtype}", "numbers")
-        array = np.asarray(array, dtype=np.float64, order="C")
-    if array.ndim != num_dims:
-        reject(name, f"of shape {array.shape}", f"an array of {num_dims} dimension(s)")
-    return _frozen(array)
+    """`values` as a read-only C-contiguous float64 array; ConfigError unless numbers in `num_dims` dimensions."""
+    return _array(values, name, num_dims, _FLOAT64, "fiub", "numbers")
 
 
 def ints(values: ArrayLike, name: str, num_dims: int) -> NDArray[np.int64]:
     """`values` as a read-only C-contiguous int64 array; ConfigError unless whole numbers in `num_dims` dimensions."""
-    array = values if isinstance(values, np.ndarray) else np.asarray(values)
-    if array.dtype != _INT64 or not array.flags.c_contiguous:
-        if array.dtype.kind not in "iu":
-            reject(name, f"of type {array.dtype}", "whole numbers")
-        array = np.asarray(array, dtype=np.int64, order="C")
-    if array.ndim != num_dims:
-        reject(name, f"of shape {array.shape}", f"an array of {num_dims} dimension(s)")
-    return _frozen(array)
+    return _array(values, name, num_dims, _INT64, "iu", "whole numbers")
 
 
 def bools(values: ArrayLike, name: str, num_dims: int) -> NDArray[np.bool_]:
     """`values` as a read-only C-contiguous bool array; ConfigError unless booleans in `num_dims` dimensions."""
+    return _array(values, name, num_dims, _BOOL, "b", "booleans")
+
+
+def _array(values: ArrayLike, name: str, num_dims: int, dtype: np.dtype[Any], kinds: str, wanted: str) -> NDArray[Any]:
     array = values if isinstance(values, np.ndarray) else np.asarray(values)
-    if array.dtype != _BOOL or not array.flags.c_contiguous:
-        if array.dtype.kind != "b":
-            reject(name, f"of type {array.dtype}", "booleans")
-        array = np.asarray(array, order="C")
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        if array.dtype.kind not in kinds:
+            reject(name, f"of type {array.dtype}", wanted)
+        array = np.asarray(array, dtype=dtype, order="C")
     if array.ndim != num_dims:
         reject(name, f"of shape {array.shape}", f"an array of {num_dims} dimension(s)")
     return _frozen(array)
@@ -73,6 +63,5 @@ def bools(values: ArrayLike, name: str, num_dims: int) -> NDArray[np.bool_]:
 
 def whole(value: object, name: str, least: int) -> int:
     """`value` as an int of at least `least`; else ConfigError."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-        reject(name, repr(value), f"a whole number, {least} or more")
-    return int(value)
+    require(is_whole(value, least), name, value, f"a whole number, {least} or more")
+    return int(value)  # type: ignore[call-overload, no-any-return]

@@ -8,7 +8,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from themis.core.errors import require
+from themis.core.errors import is_whole, require
 from themis.core.placement import Placement
 from themis.planning import calibrate, dispatch, materialize, overlap_degree, shard
 from themis.policies.base import LayerContext, Policy, place_owners_only
@@ -35,13 +35,16 @@ class Themis(Policy):
     rematerialize: bool = False
 
     def __post_init__(self) -> None:
-        require(_whole(self.budget), "budget", self.budget, "a whole number, 0 or more replicas a device")
+        require(is_whole(self.budget, 0), "budget", self.budget, "a whole number, 0 or more replicas a device")
         degree = self.overlap_degree
         require(
-            degree is None or _whole(degree), "overlap_degree", degree, "None, or a whole number, 0 or more experts"
+            degree is None or is_whole(degree, 0),
+            "overlap_degree",
+            degree,
+            "None, or a whole number, 0 or more experts",
         )
         interval = self.reshard_interval
-        require(_whole(interval), "reshard_interval", interval, "a whole number, 0 or more iterations")
+        require(is_whole(interval, 0), "reshard_interval", interval, "a whole number, 0 or more iterations")
         wait = self.calibration_s
         require(wait is None or wait >= 0, "calibration_s", wait, "None, or zero or more seconds")
         rules = ("local-first", "balanced")
@@ -113,7 +116,3 @@ def ThemisRM(
 ) -> Themis:
     """Themis with re-materialisation: replicas of at most two layers live at a time."""
     return Themis(budget, overlap_degree, reshard_interval, calibration, rematerialize=True)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 0

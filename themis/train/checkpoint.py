@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from themis.comm.collectives import default_rank_and_size
 from themis.core.errors import CheckpointError
+from themis.train.files import replace_text
 from themis.train.tokenizer import first_line
 
 Record = dict[str, Any]
@@ -195,9 +196,7 @@ def _publish(scratch: Path, final_path: Path) -> None:
     if final_path.exists():  # of a run that was continued from an earlier step
         shutil.rmtree(final_path)
     os.replace(scratch, final_path)
-    pointer = final_path.parent / "latest.tmp"
-    pointer.write_text(final_path.name + "\n")
-    os.replace(pointer, final_path.parent / "latest")
+    replace_text(final_path.parent / "latest", final_path.name + "\n")
     _sync(final_path.parent)
 
 

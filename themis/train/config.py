@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import types
 import typing
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -15,6 +14,7 @@ from themis.core.topology import Link, Topology
 from themis.models import GPTMoEConfig
 from themis.policies import EP, Policy, Themis, Uniform
 from themis.train.data import DataConfig
+from themis.train.files import replace_text
 
 PolicyName = Literal["ep", "uniform", "themis", "themis-rm"]
 
@@ -240,9 +240,7 @@ class RunConfig:
 
 def save_config(config: RunConfig, path: Path) -> None:
     """Write `config` as JSON; the file is replaced whole or not at all."""
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(json.dumps(asdict(config), indent=2) + "\n")
-    os.replace(scratch, path)
+    replace_text(path, json.dumps(asdict(config), indent=2) + "\n")
 
 
 def load_config(path: Path) -> RunConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from themis.core.errors import ConfigError, require
+from themis.train.files import replace_text
 from themis.train.sampling import window_starts
 from themis.train.sources import documents, is_token_file, token_array
 from themis.train.tokenizer import BYTES, Tokenizer, load_tokenizer
@@ -102,9 +102,7 @@ def prepare(config: DataConfig, directory: Path) -> None:
         raise ConfigError(f"data source {config.source!r} is empty; it must hold text")
     for name in ("train", "held_out"):
         (directory / f"{name}.json").write_text(json.dumps({"dtype": dtype.name}))
-    scratch = directory / "corpus.tmp"
-    scratch.write_text(json.dumps(asdict(config)))
-    os.replace(scratch, directory / "corpus.json")
+    replace_text(directory / "corpus.json", json.dumps(asdict(config)))
 
 
 def is_prepared(config: DataConfig, directory: Path) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from themis.core.errors import ConfigError
+from themis.train.files import replace_text
 
 Bytes = dict[str, dict[str, int]]
 
@@ -176,9 +177,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def cut_back(path: Path, step: int) -> None:
     """Drop the lines after `step`, replacing the file whole."""
     kept = [record for record in read_lines(path) if record["step"] <= step]
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    os.replace(scratch, path)
+    replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def _add_bytes(parts: Iterable[Bytes]) -> Bytes:

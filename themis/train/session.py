@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from themis.train.checkpoint import Checkpoint
 from themis.train.config import RunConfig, save_config
 from themis.train.data import Corpus, is_prepared, open_corpus, prepare
 from themis.train.evaluate import sample_text
+from themis.train.files import replace_text
 from themis.train.metrics import MetricsLog, RoutingLog, StepMetrics, Summary, read_lines, summarise
 from themis.train.observer import Observer
 from themis.train.optim import build_optimizer
@@ -91,12 +91,12 @@ def shared_corpus(config: RunConfig, run_dir: Path, mesh: Mesh) -> Corpus:
         all_reduce_sum(mesh, state)
     if failure:
         raise failure[0]
-    if state.item() == 2 or not is_prepared(config.data, directory):
+    if state.item() == 2:
+        raise ConfigError("rank 0 could not prepare the data")
+    if not is_prepared(config.data, directory):
         raise ConfigError(
             f"rank {mesh.rank} finds no prepared data in {str(directory)!r}; give --run-dir on a file system that "
             "all nodes share"
-            if state.item() == 1
-            else "rank 0 could not prepare the data"
         )
     corpus = open_corpus(config.data, directory)
     corpus.check(config.model.sequence_length, config.model.vocab_size)
@@ -193,9 +193,8 @@ class Session:
         if self.config.log.sample_tokens:
             prompt, text = sample_text(self.model, self.corpus, self.config, self.mesh)
         summary = summarise(read_lines(self.run_dir / "metrics.jsonl"), str(self.run_dir))
-        scratch = self.run_dir / "summary.tmp"
-        scratch.write_text(json.dumps({**asdict(summary), "prompt": prompt, "sample": text}, indent=2) + "\n")
-        os.replace(scratch, self.run_dir / "summary.json")
+        record = {**asdict(summary), "prompt": prompt, "sample": text}
+        replace_text(self.run_dir / "summary.json", json.dumps(record, indent=2) + "\n")
         self.observer.finished(summary, prompt, text)
         return summary
 
