@@ -72,7 +72,7 @@ def _replace_the_optimizer(rank: int) -> str:
 
 
 def test_an_optimizer_that_missed_a_move_is_refused() -> None:
-    assert any("have moved to another rank" in line for line in run_ranks(2, _replace_the_optimizer))
+    assert any("have left the model" in line for line in run_ranks(2, _replace_the_optimizer))
 
 
 def _use_lbfgs(rank: int) -> str:

@@ -24,6 +24,7 @@ from themis.fssdp.optimizers import OptimizerWatch
 from themis.fssdp.precision import MixedPrecision
 from themis.fssdp.sharded_layer import ShardedLayer
 from themis.fssdp.step_report import LayerReport, report_layer
+from themis.moe.interface import InterfaceLayer
 from themis.policies import Policy, Themis
 
 #: Nominal speeds that calibration prices experts with, FLOP/s by device type: a 2-core CPU share, a data-centre GPU.
@@ -44,6 +45,9 @@ def parallelize(
 ) -> nn.Module:
     """Train `model` with Fully Sharded Sparse Data Parallelism over all ranks; returns it, changed in place.
 
+    The model has MoE layers of Themis' own, or is a transformers model whose experts go through its experts interface;
+    there, each expert's parameters get names of their own, `<experts>.owned.<e>.<name>`.
+
     Call it on every rank, on the device the model is to train on, after torch.distributed is initialised (without,
     it is a world of one), and build the optimizer afterwards. Each rank keeps the parameters of the experts it owns,
     under their old names; the others leave the model. Gradients are averaged over ranks, experts' and dense alike.
@@ -60,6 +64,10 @@ def parallelize(
     device = next(model.parameters()).device
     mesh = Mesh.create(topology, device=device, timeout_s=timeout_s)
     watch = OptimizerWatch(model)
+    for site in sites:
+        if isinstance(site.layer, InterfaceLayer):
+            site.layer.install()
+            watch.moved_away(site.layer.stacked)
     communicator = Communicator(mesh)
     chosen = policy if policy is not None else Themis()
     precision = mixed_precision if mixed_precision is not None else MixedPrecision()
@@ -142,7 +150,7 @@ def _shard_site(
     # A token meets each weight of its expert once in forward and twice in backward, two operations each.
     cost = LayerCost(
         expert_s_per_token=6 * shard.layout.numel / flops_per_s,
-        token_bytes=site.layer.config.width * shard.param_dtype.itemsize,
+        token_bytes=site.layer.width * shard.param_dtype.itemsize,
         expert_bytes=shard.expert_bytes,
     )
     return ShardedLayer(index, shard, policy, mesh, communicator, cost)
@@ -155,7 +163,7 @@ def _install(model: nn.Module, sites: list[MoESite], executor: Executor) -> None
     model.register_forward_pre_hook(_StartForward(ref), prepend=True)
     for site, layer in zip(sites, executor.layers, strict=True):
         site.layer.dispatcher = SparseDispatcher(executor, layer)
-        if site.block is not site.layer:
+        if site.block is not None:
             site.block.register_forward_pre_hook(_prefetch_hook(ref, layer), with_kwargs=True, prepend=True)
 
 

@@ -14,6 +14,7 @@ from themis.comm.mesh import Mesh
 from themis.core.errors import ConfigError
 from themis.fssdp.adapters import MoESite
 from themis.fssdp.precision import MixedPrecision
+from themis.moe.interface import InterfaceLayer
 
 Dense = Literal["replicate", "fully_shard", "none"]
 
@@ -29,13 +30,19 @@ def parallelize_dense(
     if dense == "replicate":
         trained = [p for p in model.parameters() if p.requires_grad and p not in ignored]
         if trained:  # DDP refuses a model that has none
-            replicate(model, ignored_modules=experts, process_group=mesh.dense_group)
+            # Some transformers models have parameters that no loss reaches; the search for them costs little.
+            replicate(
+                model,
+                ignored_modules=experts,
+                process_group=mesh.dense_group,
+                find_unused_parameters=any(isinstance(site.layer, InterfaceLayer) for site in sites),
+            )
             _OncePerForward(model, trained)
         return
     device_mesh = DeviceMesh.from_group(mesh.dense_group, mesh.device.type)
     types = MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     for site in sites:
-        if site.block is not site.layer:
+        if site.block is not None:
             fully_shard(site.block, mesh=device_mesh, ignored_params=ignored, mp_policy=types)
     fully_shard(model, mesh=device_mesh, ignored_params=ignored, mp_policy=types)
 

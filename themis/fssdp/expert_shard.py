@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from themis.core.errors import ConfigError
 from themis.fssdp.precision import MixedPrecision
-from themis.moe.experts import Experts
+from themis.moe.experts import ExpertBank
 
 
 @final
@@ -22,7 +22,7 @@ class ExpertShard:
     int64 [E], the same on every rank.
     """
 
-    def __init__(self, experts: Experts, owner_E: NDArray[np.int64], rank: int, precision: MixedPrecision) -> None:
+    def __init__(self, experts: ExpertBank, owner_E: NDArray[np.int64], rank: int, precision: MixedPrecision) -> None:
         self.experts = experts
         self.layout = experts.layout
         self.owner_E = owner_E

@@ -69,8 +69,8 @@ class OptimizerWatch:
             )
         if any(parameter in self._moved for parameter in parameters):
             raise ConfigError(
-                "an optimizer steps for the first time with parameters of experts that have moved to another rank "
-                "since it was built; step it once before experts move, or build it later"
+                "an optimizer steps for the first time with parameters of experts that have left the model since it "
+                "was built; build it after themis.parallelize, and step it once before experts move"
             )
         self._seen.append(weakref.ref(optimizer))
         return True

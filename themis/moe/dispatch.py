@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from themis.moe.experts import Experts, Weights
+from themis.moe.experts import ExpertBank, Weights
 
 
 class DispatchCall(ABC):
@@ -53,11 +53,25 @@ class Dispatcher(ABC):
         """A call for the tokens [T, M] of this rank."""
 
 
+class DispatchedLayer(Protocol):
+    """What the runtime needs of a layer: its experts, the width M of their tokens, and a dispatcher to replace."""
+
+    dispatcher: Dispatcher
+
+    @property
+    def experts(self) -> ExpertBank:
+        """Their parameters."""
+
+    @property
+    def width(self) -> int:
+        """M."""
+
+
 @final
 class LocalDispatcher(Dispatcher):
     """Every expert is here: rows stay where they are."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: ExpertBank) -> None:
         self.experts = experts
 
     def begin(self, tokens_TM: Tensor) -> DispatchCall:
@@ -68,7 +82,7 @@ class LocalDispatcher(Dispatcher):
 
 @final
 class _LocalCall(DispatchCall):
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: ExpertBank) -> None:
         self.experts = experts
         self.counts_E: list[int] = []
 

@@ -16,30 +16,19 @@ from themis.moe.grouped import grouped_linear
 Weights = Mapping[str, Tensor]
 
 
-class Experts(nn.Module, ABC):
-    """The experts of one layer. Expert e is a ParameterDict under the name `str(e)`, so names do not depend on ranks.
+class ExpertBank(nn.Module):
+    """The experts of one layer, no more than their parameters. Expert e is a ParameterDict under the name `str(e)`, so
+    names do not depend on ranks.
 
     After `themis.parallelize` only the experts that this rank owns are left; `num_experts` stays that of the layer.
     """
 
-    def __init__(self, num_experts: int, layout: ChunkLayout) -> None:
+    def __init__(self, layout: ChunkLayout, experts: Sequence[Weights]) -> None:
         super().__init__()
-        self.num_experts = num_experts
+        self.num_experts = len(experts)
         self.layout = layout
-        for e in range(num_experts):
-            self.add_module(
-                str(e), nn.ParameterDict({n: nn.Parameter(torch.empty(s)) for n, s in layout.shapes.items()})
-            )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw every matrix from N(0, 1 / rows of the matrix); biases are zero."""
-        for e in range(self.num_experts):
-            for parameter in self.expert(e).values():
-                if parameter.dim() == 2:
-                    nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5)
-                else:
-                    nn.init.zeros_(parameter)
+        for e, parameters in enumerate(experts):
+            self.add_module(str(e), nn.ParameterDict(parameters))
 
     def expert(self, e: int) -> nn.ParameterDict:
         """The parameters of expert `e`, which this rank must hold."""
@@ -50,6 +39,26 @@ class Experts(nn.Module, ABC):
     def weights(self) -> list[Weights]:
         """All experts' parameters, for one process that holds them all."""
         return [dict(self.expert(e).items()) for e in range(self.num_experts)]
+
+
+class Experts(ExpertBank, ABC):
+    """Experts that know how a sorted batch passes through them."""
+
+    def __init__(self, num_experts: int, layout: ChunkLayout) -> None:
+        shapes = layout.shapes
+        super().__init__(
+            layout, [{n: nn.Parameter(torch.empty(s)) for n, s in shapes.items()} for _ in range(num_experts)]
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw every matrix from N(0, 1 / rows of the matrix); biases are zero."""
+        for e in range(self.num_experts):
+            for parameter in self.expert(e).values():
+                if parameter.dim() == 2:
+                    nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5)
+                else:
+                    nn.init.zeros_(parameter)
 
     @abstractmethod
     def forward(self, rows_AM: Tensor, counts_S: Sequence[int], weights_S: Sequence[Weights]) -> Tensor:

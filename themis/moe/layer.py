@@ -56,6 +56,11 @@ class MoELayer(nn.Module):
         self.hooks = Hooks()
         self.dispatcher: Dispatcher = LocalDispatcher(self.experts)
 
+    @property
+    def width(self) -> int:
+        """M."""
+        return self.config.width
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> MoEOutput:
         """x [..., M]; mask bool [...] is false for padding, which passes no expert, counts nowhere and gives zero.
 
