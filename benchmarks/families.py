@@ -27,7 +27,8 @@ def row(family: str) -> tuple[bool, str]:
     if worst <= TOLERANCE_FLOAT64:
         return True, f"| {family} | {worst:.0e} | float64 |"
     passes = worst <= TOLERANCE_FLOAT32
-    return passes, f"| {family} | {worst:.0e} | {"within float32's tolerance" if passes else 'differs'} |"
+    remark = "within float32's tolerance" if passes else "differs"
+    return passes, f"| {family} | {worst:.0e} | {remark} |"
 
 
 def main() -> None:
