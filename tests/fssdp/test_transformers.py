@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from themis.testing.agreement import RANKS, batch_loss, difference, disagreement
 from themis.testing.families import build_tiny
 
-#: Every flag of the interface, every own gate, every path to the experts; all 67 are in docs/families.md.
+#: Every flag of the interface is among them; all 67 are in docs/families.md.
 FAMILIES = [
     "aria",
     "deepseek_v2",

@@ -30,7 +30,7 @@ def parallelize_dense(
     if dense == "replicate":
         trained = [p for p in model.parameters() if p.requires_grad and p not in ignored]
         if trained:  # DDP refuses a model that has none
-            # Some transformers models have parameters that no loss reaches; the search for them costs little.
+            # Some transformers models have parameters that no loss reaches, for which DDP would wait.
             replicate(
                 model,
                 ignored_modules=experts,

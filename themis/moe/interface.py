@@ -44,13 +44,12 @@ class InterfaceLayer:
     def __init__(self, name: str, module: nn.Module) -> None:
         parameters = dict(module.named_parameters(recurse=False))
         _check(name, module, parameters)
-        names = list(parameters)
         self.stacked = list(parameters.values())
         self.width = int(parameters["down_proj"].shape[2 if module.is_transposed else 1])
         layout = ChunkLayout({n: tuple(p.shape[1:]) for n, p in parameters.items()})
         num_experts = parameters["down_proj"].shape[0]
         slices = [
-            {n: nn.Parameter(parameters[n].detach()[e], requires_grad=parameters[n].requires_grad) for n in names}
+            {n: nn.Parameter(p.detach()[e], requires_grad=p.requires_grad) for n, p in parameters.items()}
             for e in range(num_experts)
         ]
         self.experts = ExpertBank(layout, slices)

@@ -118,14 +118,21 @@ def _root() -> Path:
 
 def family_names() -> list[str]:
     """The names of all families: models whose file gives a class the experts interface."""
-    files = _root().glob("*/modeling_*.py")
-    marked = re.compile(r"^@use_experts_implementation", re.MULTILINE)
-    return sorted({file.parent.name for file in files if marked.search(file.read_text(encoding="utf-8"))})
+    return sorted(path.name for path in _root().iterdir() if _has_interface(path.name))
+
+
+def _file(name: str) -> Path:
+    return _root() / name / f"modeling_{name}.py"
+
+
+def _has_interface(name: str) -> bool:
+    file = _file(name)
+    return file.is_file() and "\n@use_experts_implementation" in file.read_text(encoding="utf-8")
 
 
 def _model_class(name: str) -> Any:
     """The class of `name` to build: the smallest one with a language-model head, else the text backbone."""
-    file = _root() / name / f"modeling_{name}.py"
+    file = _file(name)
     module = importlib.import_module(f"transformers.models.{name}.{file.stem}")
     found = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
     for suffix in ("ForCausalLM", "TextModel", "Model", "ForConditionalGeneration"):
@@ -167,7 +174,7 @@ def build_tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
     It is in training mode and deterministic. Raises ValueError, naming the family, where it cannot be built.
     """
-    if name not in family_names():
+    if not _has_interface(name):
         raise ValueError(f"family {name}: not one of {', '.join(family_names())}")
     try:
         builder = _model_class(name)
