@@ -11,28 +11,38 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from themis.fssdp import MixedPrecision, clip_grad_norm_, parallelize, step_report
+    from themis.fssdp import FreshWeights, MixedPrecision, clip_grad_norm_, parallelize, step_report
+    from themis.models.export import export
+    from themis.models.hub import PretrainedWeights, from_pretrained
     from themis.policies import EP, Themis, ThemisRM, Uniform
 
 _HOME = {
     "EP": "themis.policies",
+    "FreshWeights": "themis.fssdp",
     "MixedPrecision": "themis.fssdp",
+    "PretrainedWeights": "themis.models.hub",
     "Themis": "themis.policies",
     "ThemisRM": "themis.policies",
     "Uniform": "themis.policies",
     "clip_grad_norm_": "themis.fssdp",
+    "export": "themis.models.export",
+    "from_pretrained": "themis.models.hub",
     "parallelize": "themis.fssdp",
     "step_report": "themis.fssdp",
 }
 
 __all__ = [
     "EP",
+    "FreshWeights",
     "MixedPrecision",
+    "PretrainedWeights",
     "Themis",
     "ThemisRM",
     "Uniform",
     "__version__",
     "clip_grad_norm_",
+    "export",
+    "from_pretrained",
     "parallelize",
     "step_report",
 ]

@@ -4,11 +4,14 @@ from themis.fssdp.api import clip_grad_norm_, executor_of, expert_parameters, pa
 from themis.fssdp.executor import Executor
 from themis.fssdp.precision import MixedPrecision
 from themis.fssdp.step_report import LayerReport
+from themis.fssdp.weights import FreshWeights, WeightSource
 
 __all__ = [
     "Executor",
+    "FreshWeights",
     "LayerReport",
     "MixedPrecision",
+    "WeightSource",
     "clip_grad_norm_",
     "executor_of",
     "expert_parameters",

@@ -24,6 +24,7 @@ from themis.fssdp.optimizers import OptimizerWatch
 from themis.fssdp.precision import MixedPrecision
 from themis.fssdp.sharded_layer import ShardedLayer
 from themis.fssdp.step_report import LayerReport, report_layer
+from themis.fssdp.weights import FreshWeights, WeightSource, give_values, is_meta
 from themis.moe.interface import InterfaceLayer
 from themis.policies import Policy, Themis
 
@@ -40,6 +41,7 @@ def parallelize(
     policy: Policy | None = None,
     mixed_precision: MixedPrecision | None = None,
     dense: Dense = "replicate",
+    weights: WeightSource | None = None,
     flops_per_s: float | None = None,
     timeout_s: float = 60.0,
 ) -> nn.Module:
@@ -52,6 +54,10 @@ def parallelize(
     it is a world of one), and build the optimizer afterwards. Each rank keeps the parameters of the experts it owns,
     under their old names; the others leave the model. Gradients are averaged over ranks, experts' and dense alike.
 
+    A model that was built under `torch.device("meta")` gets memory here, on this process's CUDA device or else the
+    CPU, for its dense part and the experts that this rank owns alone; `weights` says where its values come from, by
+    default the model's own initialisation. So it may be larger than one rank's memory.
+
     topology: nodes and devices, by default read from torchrun's environment; policy: who holds which expert when, by
     default the paper's; mixed_precision: types in which experts compute and reduce; dense: what becomes of all other
     parameters: torch's replicate (DDP) or fully_shard, or none (their gradients are the caller's); flops_per_s: a
@@ -60,27 +66,45 @@ def parallelize(
     Raises ConfigError on a model without MoE layers, or a topology that does not fit the world.
     """
     _check_arguments(model, topology, policy, mixed_precision, dense)
+    require(flops_per_s is None or flops_per_s > 0, "flops_per_s", flops_per_s, "above zero")
+    require(weights is None or isinstance(weights, WeightSource), "weights", weights, "a themis WeightSource")
     sites = find_sites(model)
-    device = next(model.parameters()).device
-    mesh = Mesh.create(topology, device=device, timeout_s=timeout_s)
-    watch = OptimizerWatch(model)
-    for site in sites:
-        if isinstance(site.layer, InterfaceLayer):
-            site.layer.install()
-            watch.moved_away(site.layer.stacked)
-    communicator = Communicator(mesh)
+    meta = is_meta(model)
+    require(meta or weights is None, "weights", weights, "None with a model that has its values already")
     chosen = policy if policy is not None else Themis()
     precision = mixed_precision if mixed_precision is not None else MixedPrecision()
-    speed = flops_per_s if flops_per_s is not None else NOMINAL_FLOPS_PER_S.get(device.type, 50e9)
-    require(speed > 0, "flops_per_s", speed, "above zero")
-    layers = [_shard_site(i, site, chosen, precision, mesh, communicator, speed) for i, site in enumerate(sites)]
-    executor = Executor(mesh, communicator, chosen, layers, watch)
-    watch.on_step = executor.end_iteration
-    _install(model, sites, executor)
-    parallelize_dense(model, sites, mesh, dense, precision)
+    mesh = Mesh.create(topology, device=None if meta else next(model.parameters()).device, timeout_s=timeout_s)
+    speed = flops_per_s if flops_per_s is not None else NOMINAL_FLOPS_PER_S.get(mesh.device.type, 50e9)
+    watch, communicator = OptimizerWatch(model), Communicator(mesh)
+    try:
+        _take_parameters(model, sites, watch, whole=meta)
+        layers = [_shard_site(i, site, chosen, precision, mesh, communicator, speed) for i, site in enumerate(sites)]
+        if meta:
+            give_values(model, sites, mesh.device, weights if weights is not None else FreshWeights())
+        executor = Executor(mesh, communicator, chosen, layers, watch)
+        watch.on_step = executor.end_iteration
+        _install(model, sites, executor)
+        parallelize_dense(model, sites, mesh, dense, precision)
+    except BaseException:
+        watch.close()
+        communicator.close()
+        mesh.close()
+        raise
     # Not a submodule, and not saved with the model.
     object.__setattr__(model, _ATTRIBUTE, executor)
     return model
+
+
+def _take_parameters(model: nn.Module, sites: list[MoESite], watch: OptimizerWatch, *, whole: bool) -> None:
+    """Have foreign experts' stacks make way for single experts; an optimizer that holds what leaves is refused.
+
+    `whole`: all parameters of the model will be replaced.
+    """
+    if whole:
+        watch.moved_away(model.parameters())
+    for site in sites:
+        if isinstance(site.layer, InterfaceLayer):
+            watch.moved_away(site.layer.install())
 
 
 def _check_arguments(model: nn.Module, topology: object, policy: object, mixed_precision: object, dense: str) -> None:
@@ -95,8 +119,6 @@ def _check_arguments(model: nn.Module, topology: object, policy: object, mixed_p
     require(typed, "mixed_precision", mixed_precision, "a themis.MixedPrecision(param_dtype, reduce_dtype)")
     if hasattr(model, _ATTRIBUTE):
         raise ConfigError("the model has been parallelized before; build a new one")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConfigError("the model has parameters on the meta device; give them memory and values first")
 
 
 def executor_of(model: nn.Module) -> Executor:
@@ -146,7 +168,7 @@ def _shard_site(
     flops_per_s: float,
 ) -> ShardedLayer:
     experts = site.layer.experts
-    shard = ExpertShard(experts, even_owner(experts.num_experts, mesh.world_size), mesh.rank, precision)
+    shard = ExpertShard(experts, even_owner(experts.num_experts, mesh.world_size), mesh.rank, precision, mesh.device)
     # A token meets each weight of its expert once in forward and twice in backward, two operations each.
     cost = LayerCost(
         expert_s_per_token=6 * shard.layout.numel / flops_per_s,

@@ -18,26 +18,36 @@ from themis.moe.experts import ExpertBank
 class ExpertShard:
     """Keeps `experts` down to the experts that `rank` owns, their parameters views into one chunk each.
 
-    The parameters keep their identity, so an optimizer built before may go on with those that stay. `owner_E` is
-    int64 [E], the same on every rank.
+    The parameters keep their identity, so an optimizer built before may go on with those that stay; parameters on the
+    meta device make way for new ones on `device`, whose values are yet to come. `owner_E` is int64 [E], the same on
+    every rank.
     """
 
-    def __init__(self, experts: ExpertBank, owner_E: NDArray[np.int64], rank: int, precision: MixedPrecision) -> None:
+    def __init__(
+        self,
+        experts: ExpertBank,
+        owner_E: NDArray[np.int64],
+        rank: int,
+        precision: MixedPrecision,
+        device: torch.device,
+    ) -> None:
         self.experts = experts
         self.layout = experts.layout
         self.owner_E = owner_E
         self.rank = rank
         sample = next(iter(experts.parameters()))
-        self.master_dtype, self.device = sample.dtype, sample.device
+        self.master_dtype, self.device = sample.dtype, device
         self.param_dtype = precision.param_dtype or self.master_dtype
         self.reduce_dtype = precision.reduce_dtype or self.master_dtype
         self.trainable = {name: parameter.requires_grad for name, parameter in experts.expert(0).items()}
         self._chunks: dict[int, Tensor] = {}
         for e in range(experts.num_experts):
-            if owner_E[e] == rank:
-                self._chunks[e] = self._gather_into_chunk(e)
-            else:
+            if owner_E[e] != rank:
                 delattr(experts, str(e))
+            elif sample.is_meta:
+                self.take(e, torch.zeros(self.layout.numel, dtype=self.master_dtype, device=device))
+            else:
+                self._chunks[e] = self._gather_into_chunk(e)
 
     @property
     def owned(self) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from themis.core.errors import ConfigError, require
-from themis.moe import MoEConfig, MoELayer, MoEOutput
+from themis.moe import Experts, Gate, MoEConfig, MoELayer, MoEOutput
 
 
 @final
@@ -148,18 +148,26 @@ class GPTMoE(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self._initialise()
+        self.initialize_weights()
         if config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
 
     @torch.no_grad()
-    def _initialise(self) -> None:
-        """GPT-2's scheme: N(0, 0.02), and what writes to the residual stream is scaled by its 2 L writers."""
+    def initialize_weights(self) -> None:
+        """GPT-2's scheme: N(0, 0.02), and what writes to the residual stream is scaled by its 2 L writers.
+
+        Experts come last, so that a rank without any still draws the same dense part.
+        """
+        experts = [module for module in self.modules() if isinstance(module, Experts)]
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.LayerNorm | Gate):
+                module.reset_parameters()
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        for bank in experts:
+            bank.reset_parameters()
         for name, parameter in self.named_parameters():
             if name.endswith(("attention.out.weight", ".w2", ".w_down")):
                 parameter.mul_((2 * self.config.num_layers) ** -0.5)

@@ -2,6 +2,7 @@
 
 from themis.moe.config import MoEConfig
 from themis.moe.experts import Experts, GPTExperts, SwiGLUExperts
+from themis.moe.gates import Gate
 from themis.moe.layer import MoELayer, MoEOutput
 
-__all__ = ["Experts", "GPTExperts", "MoEConfig", "MoELayer", "MoEOutput", "SwiGLUExperts"]
+__all__ = ["Experts", "GPTExperts", "Gate", "MoEConfig", "MoELayer", "MoEOutput", "SwiGLUExperts"]

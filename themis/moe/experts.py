@@ -36,6 +36,11 @@ class ExpertBank(nn.Module):
         assert isinstance(module, nn.ParameterDict)
         return module
 
+    @property
+    def held(self) -> list[int]:
+        """The experts whose parameters are here."""
+        return [int(e) for e in self._modules]
+
     def weights(self) -> list[Weights]:
         """All experts' parameters, for one process that holds them all."""
         return [dict(self.expert(e).items()) for e in range(self.num_experts)]
@@ -52,13 +57,21 @@ class Experts(ExpertBank, ABC):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw every matrix from N(0, 1 / rows of the matrix); biases are zero."""
+        """Draw every matrix from N(0, 1 / rows of the matrix); biases are zero.
+
+        Experts that are not here are drawn as well and thrown away, so that values do not depend on who owns what.
+        """
+        held = self.held
+        if not held:
+            return
+        like = next(self.parameters())
         for e in range(self.num_experts):
-            for parameter in self.expert(e).values():
-                if parameter.dim() == 2:
-                    nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5)
+            for name, shape in self.layout.shapes.items():
+                values = self.expert(e)[name] if e in held else torch.empty(shape, dtype=like.dtype, device=like.device)
+                if len(shape) == 2:
+                    nn.init.normal_(values, std=shape[0] ** -0.5)
                 else:
-                    nn.init.zeros_(parameter)
+                    nn.init.zeros_(values)
 
     @abstractmethod
     def forward(self, rows_AM: Tensor, counts_S: Sequence[int], weights_S: Sequence[Weights]) -> Tensor:

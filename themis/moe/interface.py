@@ -8,7 +8,8 @@ everything dense stay the family's own code. Nothing here imports transformers: 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -37,14 +38,14 @@ class InterfaceLayer:
     """A family's experts module as a layer: its router has chosen; Order to I-Order are left to do.
 
     The stacked parameters [E, ...] of `module` make way for one ParameterDict an expert, `<module>.owned.<e>.<name>`,
-    each with the shape of its slice; what all experts share (a norm) stays where it is. An optimizer built before
-    holds parameters that are no longer the model's: `stacked` are they.
+    each with the shape of its slice; what all experts share (a norm) stays where it is.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         parameters = dict(module.named_parameters(recurse=False))
         _check(name, module, parameters)
-        self.stacked = list(parameters.values())
+        self._stacked = parameters
+        self._dtype = parameters["down_proj"].dtype
         self.width = int(parameters["down_proj"].shape[2 if module.is_transposed else 1])
         layout = ChunkLayout({n: tuple(p.shape[1:]) for n, p in parameters.items()})
         num_experts = parameters["down_proj"].shape[0]
@@ -58,14 +59,56 @@ class InterfaceLayer:
         # Weakly, as the module will hold this layer.
         self._module = weakref.ref(module)
 
-    def install(self) -> None:
-        """Take over the module's parameters and its forward, on this one module; its class stays as it is."""
+    def install(self) -> list[nn.Parameter]:
+        """Take over the module's parameters and its forward, on this one module; its class stays as it is.
+
+        Returns the stacked parameters, which are no longer the model's.
+        """
         module = self._module()
         assert module is not None
         for name in self.experts.layout.shapes:
             delattr(module, name)
         module.add_module(BANK, self.experts.train(module.training))
         module.forward = self.forward
+        stacked, self._stacked = self._stacked, {}
+        return list(stacked.values())
+
+    @torch.no_grad()
+    def initialise(self, init_weights: Callable[[], None], device: torch.device) -> bool:
+        """Have `init_weights` draw the module's stacked parameters; the experts still in the bank keep theirs.
+
+        The whole layer is there meanwhile, so that the values do not depend on who owns what. False where it left
+        any of them as they were.
+        """
+        module = self._module()
+        assert module is not None
+        shapes = self.experts.layout.shapes
+        for name, shape in shapes.items():
+            whole = torch.full((self.experts.num_experts, *shape), torch.nan, dtype=self._dtype, device=device)
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=False))
+        init_weights()
+        drawn = not any(bool(getattr(module, name).isnan().any()) for name in shapes)
+        for e in self.experts.held:
+            for name, parameter in self.experts.expert(e).items():
+                parameter.copy_(getattr(module, name)[e])
+        for name in shapes:
+            delattr(module, name)
+        return drawn
+
+    @contextmanager
+    def masked(self) -> Iterator[None]:
+        """Within it, the module shows stacked parameters again, empty ones that transformers takes for initialised."""
+        module = self._module()
+        assert module is not None
+        for name in self.experts.layout.shapes:
+            empty = torch.empty(0, dtype=self._dtype)
+            empty._is_hf_initialized = True  # type: ignore[attr-defined]
+            setattr(module, name, empty)
+        try:
+            yield
+        finally:
+            for name in self.experts.layout.shapes:
+                delattr(module, name)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [..., M], the router's choice int64 [..., K] and weights [..., K]; [..., M] back.
@@ -91,6 +134,8 @@ class InterfaceLayer:
         return call.combine(self._compute(rows_AM, call.counts(), call.weights()))
 
     def _compute(self, rows_AM: Tensor, counts_S: Sequence[int], weights_S: Sequence[Weights]) -> Tensor:
+        if not weights_S:
+            return rows_AM  # no expert is here, so no row either, of the width that leaves an expert
         module: Any = self._module()
         up_AH = self._linear(rows_AM, counts_S, weights_S, "gate_up_proj" if module.has_gate else "up_proj")
         hidden_AH = module._apply_gate(up_AH) if module.has_gate else module.act_fn(up_AH)
@@ -102,9 +147,7 @@ class InterfaceLayer:
         matrices_S = [weights[name] if module.is_transposed else weights[name].t() for weights in weights_S]
         biases_S = [weights[f"{name}_bias"] for weights in weights_S] if module.has_bias else None
         # A family's own gate may compute in another type than its matrices.
-        return grouped_linear(
-            rows_AM.to(matrices_S[0].dtype) if matrices_S else rows_AM, counts_S, matrices_S, biases_S
-        )
+        return grouped_linear(rows_AM.to(matrices_S[0].dtype), counts_S, matrices_S, biases_S)
 
 
 def _check(name: str, module: Any, parameters: dict[str, nn.Parameter]) -> None:

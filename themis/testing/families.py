@@ -169,22 +169,24 @@ def _redraw(model: nn.Module, seed: int) -> None:
                 buffer.copy_(normal(buffer, 0.02))
 
 
-def build_tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build_tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
     """A model of family `name`, the same for the same seed: 2 layers, width 32, expert width 24, 8 experts, top 2.
 
-    It is in training mode and deterministic. Raises ValueError, naming the family, where it cannot be built.
+    It is in training mode and deterministic; on the device "meta" it has no values. Raises ValueError, naming the
+    family, where it cannot be built.
     """
     if not _has_interface(name):
         raise ValueError(f"family {name}: not one of {', '.join(family_names())}")
     try:
         builder = _model_class(name)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(seed)
             # transformers' own cast: parameters that a family declares float32 stay so (inkling2 relies on it).
             model: nn.Module = builder._from_config(_config(name, builder.config_class), dtype=dtype)
     except Exception as error:
         raise ValueError(f"family {name}: cannot be built tiny: {type(error).__name__}: {error}") from error
-    _redraw(model, seed)
+    if device != "meta":
+        _redraw(model, seed)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -38,3 +38,7 @@ class Gate(nn.Module, ABC):
 
         Recomputation gives the choice of its forward, so that a tie or noise cannot route it differently.
         """
+
+    @abstractmethod
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""

@@ -40,8 +40,14 @@ class SoftmaxGate(Gate):
         super().__init__(num_experts, top_k)
         self.normalize_weights = normalize_weights and top_k > 1
         self.weight = nn.Parameter(torch.empty(num_experts, width))
-        self.noise_weight = nn.Parameter(torch.zeros(num_experts, width)) if noise else None
+        self.noise_weight = nn.Parameter(torch.empty(num_experts, width)) if noise else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the scores' matrix from N(0, 0.02); no noise at first but for softplus(0)."""
         nn.init.normal_(self.weight, std=0.02)
+        if self.noise_weight is not None:
+            nn.init.zeros_(self.noise_weight)
 
     def forward(self, tokens_TM: Tensor, experts_TK: Tensor | None = None) -> Assignment:
         """See Gate. Scores are never computed below float32, whatever autocast or the tokens' type say."""

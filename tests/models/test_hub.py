@@ -1,0 +1,256 @@
+"""Model directories: each rank reads its own part, and what is written is what was read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import themis
+from themis.core.errors import CheckpointError, ConfigError
+from themis.fssdp import executor_of
+from themis.models import GPTMoE, GPTMoEConfig
+from themis.testing.ranks import run_ranks
+
+pytest.importorskip("transformers")
+
+from themis.testing.directories import first_difference, round_trip, stored_tensors
+from themis.testing.families import build_tiny, output_of
+
+#: The four of the recipes, then every way in which a directory's experts differ from the model's: one tensor for all,
+#: transposed, with biases, without gate; buffers that initialisation would write over; weights tied; 16 bits.
+FAMILIES = [
+    ("mixtral", torch.float32),
+    ("qwen2_moe", torch.float32),
+    ("phimoe", torch.bfloat16),
+    ("deepseek_v3", torch.bfloat16),
+    ("gpt_oss", torch.float32),
+    ("aria", torch.float32),
+    ("nemotron_h", torch.bfloat16),
+    ("ernie4_5_vl_moe", torch.float32),
+    ("qwen3_omni_moe", torch.float32),
+    ("zaya", torch.float32),
+    ("granitemoe", torch.float16),
+]
+TOKENS = torch.arange(3, 17).view(2, 7)
+
+
+def _directory(path: Path, family: str = "mixtral", dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    model: Any = build_tiny(family, dtype=dtype)
+    model.save_pretrained(path, **options)
+    return path
+
+
+def _logits(path: Path, family: str) -> torch.Tensor:
+    model = type(build_tiny(family)).from_pretrained(path)
+    with torch.no_grad():
+        return output_of(model(input_ids=TOKENS))
+
+
+@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+def test_what_is_written_is_what_was_read(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    source = _directory(tmp_path / "in", family, dtype)
+    run_ranks(2, round_trip, source, tmp_path / "out")
+    assert first_difference(source, tmp_path / "out") is None
+    assert json.loads((source / "config.json").read_text()) == json.loads((tmp_path / "out/config.json").read_text())
+    assert len(list((tmp_path / "out").glob("model-0*.safetensors"))) > 1
+    assert (_logits(source, family) - _logits(tmp_path / "out", family)).abs().max() == 0
+
+
+def _held(rank: int, path: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor, float]:
+    model: Any = themis.from_pretrained(path)
+    held = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    logits = output_of(model(input_ids=TOKENS))
+    logits.square().sum().backward()
+    norm = float(themis.clip_grad_norm_(model, 1e9))
+    executor_of(model).close()
+    return held, logits.detach(), norm
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 10])
+def test_a_rank_holds_its_experts_and_the_dense_part(tmp_path: Path, world_size: int) -> None:
+    """8 experts: three ranks own unequal numbers, of ten ranks two own none."""
+    path = _directory(tmp_path / "model", max_shard_size="60KB")
+    assert (path / "model.safetensors.index.json").is_file()
+    reference: Any = type(build_tiny("mixtral")).from_pretrained(path)
+    whole, owners = reference.state_dict(), []
+    wanted_logits = output_of(reference.train()(input_ids=TOKENS))
+    wanted_logits.square().sum().backward()
+    wanted_norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9))
+    for held, logits, norm in run_ranks(world_size, _held, path):
+        for name, tensor in held.items():
+            module, _, rest = name.partition(".owned.")
+            wanted = whole[name] if not rest else whole[f"{module}.{rest.split('.')[1]}"][int(rest.split(".")[0])]
+            assert torch.equal(tensor, wanted), name
+        owners.append({int(name.split(".owned.")[1].split(".")[0]) for name in held if ".owned." in name})
+        assert (logits - wanted_logits).abs().max() < 1e-5
+        assert norm == pytest.approx(wanted_norm, rel=1e-5)
+    assert sum(map(len, owners)) == 8
+    assert set.union(*owners) == set(range(8))
+
+
+def test_experts_read_into_another_type_and_left_out_by_name(tmp_path: Path) -> None:
+    path = _directory(tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"model.extra": torch.ones(2)}, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.extra.* no slot; drop it by name"):
+        themis.from_pretrained(path)
+    with pytest.raises(ConfigError, match="drop is 'other', which matches none"):
+        themis.from_pretrained(path, drop=["other"])
+    model = themis.from_pretrained(path, drop=["model.ext*"], dtype=torch.float64)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    themis.export(model, tmp_path / "out", dtype=torch.float32)
+    assert stored_tensors(tmp_path / "out").keys() == tensors.keys()
+    executor_of(model).close()
+
+
+def _truncate(path: Path) -> None:
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def _without(key: str) -> Any:
+    def change(path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        del tensors[key]
+        save_file(tensors, path / "model.safetensors")
+
+    return change
+
+
+def _reshaped(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(3)
+    save_file(tensors, path / "model.safetensors")
+
+
+def _config(**entries: object) -> Any:
+    def change(path: Path) -> None:
+        record = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(record | entries))
+
+    return change
+
+
+def _index(weight_map: object) -> Any:
+    def change(path: Path) -> None:
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return change
+
+
+DAMAGES = {
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "no config": (lambda path: (path / "config.json").unlink(), r"config\.json' cannot be read"),
+    "config is no JSON": (lambda path: (path / "config.json").write_text("{"), "is not JSON"),
+    "truncated": (_truncate, "not a whole safetensors file"),
+    "a dense tensor missing": (_without("model.norm.weight"), r"lacks model\.norm\.weight"),
+    "an expert missing": (
+        _without("model.layers.0.block_sparse_moe.experts.3.w1.weight"),
+        "of 7 tensors like .*; of 8 experts' either one each or one for all",
+    ),
+    "another shape": (_reshaped, r"model\.norm\.weight as \[3\]; by its config.json it would be \[32\]"),
+    "quantised": (_config(quantization_config={"quant_method": "fp8"}), "quantised weights .fp8.; give an unquantised"),
+    "unknown architecture": (_config(architectures=["Nope"]), r"architectures \['Nope'\]; exactly one"),
+    "unknown model type": (_config(model_type="nope"), "names no model of transformers"),
+    "index out of the directory": (_index({"a": "../model.safetensors"}), "no weight_map from tensors to files beside"),
+    "index of a missing file": (_index({"a": "b.safetensors"}), "not a whole safetensors file"),
+    "index of a missing tensor": (_index({"a": "model.safetensors"}), "lacks a, which"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_directory_that_is_not_whole_is_refused(tmp_path: Path, damage: str) -> None:
+    path = _directory(tmp_path / "model")
+    change, message = DAMAGES[damage]
+    change(path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        themis.from_pretrained(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist; name a local directory"):
+        themis.from_pretrained(tmp_path / "none")
+
+
+def test_what_has_no_slot_is_refused_unless_dropped(tmp_path: Path) -> None:
+    model: Any = build_tiny("mixtral")
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    for gate in gates:
+        gate.register_buffer("balance", torch.zeros(8))
+    gates[0].bias = nn.Parameter(torch.zeros(8))
+    themis.parallelize(model)
+    with pytest.raises(ConfigError, match=r"0\.mlp\.gate\.(bias|balance)', for which a MixtralForCausalLM"):
+        themis.export(model, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"mlp\.gate\.bias'"):
+        themis.export(model, tmp_path / "out", drop=["*.balance"])
+    with pytest.raises(ConfigError, match="matches none"):
+        themis.export(model, tmp_path / "out", drop=["*.balance", "model.norm.weight"])
+    assert not list(tmp_path.iterdir())
+    themis.export(model, tmp_path / "out", drop=["*.balance", "*.gate.bias"])
+    reference: Any = build_tiny("mixtral")
+    reference.save_pretrained(tmp_path / "reference")
+    assert first_difference(tmp_path / "reference", tmp_path / "out") is None
+    with pytest.raises(ConfigError, match="exists; name a new directory"):
+        themis.export(model, tmp_path / "out", drop=["*.balance", "*.gate.bias"])
+    executor_of(model).close()
+
+
+def test_only_models_of_transformers_are_exported(tmp_path: Path) -> None:
+    model = GPTMoE(GPTMoEConfig(vocab_size=8, sequence_length=4, width=8, num_heads=2, num_layers=1, expert_hidden=8))
+    themis.parallelize(model)
+    with pytest.raises(ConfigError, match="is none of transformers'"):
+        themis.export(model, tmp_path / "out")
+    executor_of(model).close()
+
+
+def _export_trained(rank: int, path: Path, dense: str) -> dict[str, torch.Tensor]:
+    """A step of training, experts elsewhere than at first, and the model written."""
+    model: Any = build_tiny("qwen2_moe")
+    themis.parallelize(model, dense=dense)
+    executor = executor_of(model)
+    executor.set_owners(executor.owner_LE[:, ::-1].copy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    output_of(model(input_ids=TOKENS)).square().mean().backward()
+    optimizer.step()
+    themis.export(model, path)
+    executor.close()
+    return {}
+
+
+@pytest.mark.parametrize("dense", ["replicate", "fully_shard"])
+def test_a_trained_model_is_written_as_one_process_would(tmp_path: Path, dense: str) -> None:
+    run_ranks(2, _export_trained, tmp_path / "out", dense)
+    model: Any = build_tiny("qwen2_moe")
+    output_of(model(input_ids=TOKENS)).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.save_pretrained(tmp_path / "reference")
+    before, after = stored_tensors(tmp_path / "reference"), stored_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-6
+
+
+def _fail(rank: int, path: Path) -> str:
+    model = themis.from_pretrained(path.parent / "in", timeout_s=20)
+    try:
+        themis.export(model, path)
+    except (ConfigError, CheckpointError) as error:
+        return str(error)
+    finally:
+        executor_of(model).close()
+    return ""
+
+
+def test_where_rank_0_cannot_write_every_rank_says_so(tmp_path: Path) -> None:
+    _directory(tmp_path / "in")
+    (tmp_path / "out").write_text("a file")
+    first, second = run_ranks(2, _fail, tmp_path / "out")
+    assert "exists; name a new directory" in first
+    assert "rank 0 could not write" in second
+    assert (tmp_path / "out").read_text() == "a file"
