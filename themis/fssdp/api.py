@@ -90,8 +90,10 @@ def parallelize(
         communicator.close()
         mesh.close()
         raise
-    # Not a submodule, and not saved with the model.
+    # Not submodules, and not saved with the model.
     object.__setattr__(model, _ATTRIBUTE, executor)
+    if hasattr(type(model), "_init_weights") and hasattr(type(model), "save_pretrained"):
+        object.__setattr__(model, "save_pretrained", _refuse_saving)
     return model
 
 
@@ -187,6 +189,12 @@ def _install(model: nn.Module, sites: list[MoESite], executor: Executor) -> None
         site.layer.dispatcher = SparseDispatcher(executor, layer)
         if site.block is not None:
             site.block.register_forward_pre_hook(_prefetch_hook(ref, layer), with_kwargs=True, prepend=True)
+
+
+def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        "save_pretrained would write the experts of one rank alone; call themis.export(model, path) on every rank"
+    )
 
 
 @final
