@@ -11,7 +11,7 @@ from torch import nn
 import themis
 from themis.core.errors import ConfigError
 from themis.testing.models import ScriptedPolicy
-from themis.testing.ranks import run_ranks
+from themis.testing.ranks import RankError, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -50,15 +50,57 @@ PARTLY_FLOAT32 = {"inkling2_loop", "muse_spark", "nemotron_h", "openai_privacy_f
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_experts_gives_the_result_of_one_process(family: str) -> None:
-    results = run_ranks(RANKS, disagreement, family, torch.float64, False, False)
+    results = run_ranks(RANKS, disagreement, family, torch.float64)
     assert max(worst for worst, _ in results) < (1e-5 if family in PARTLY_FLOAT32 else 1e-9)
     assert set.union(*(owned for _, owned in results)) == set(range(8))
 
 
+def _worst(family: str, options: dict[str, Any]) -> float:
+    return max(run_ranks(RANKS, _disagreement, family, options))
+
+
+def _disagreement(rank: int, family: str, options: dict[str, Any]) -> float:
+    return disagreement(rank, family, torch.float64, **options)[0]
+
+
+def _checkpoint(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+
+
 @pytest.mark.parametrize(("rematerialize", "checkpointing"), [(True, False), (False, True), (True, True)])
 def test_rematerialisation_and_gradient_checkpointing(rematerialize: bool, checkpointing: bool) -> None:
-    results = run_ranks(RANKS, disagreement, "mixtral", torch.float64, rematerialize, checkpointing)
-    assert max(worst for worst, _ in results) < 1e-9
+    prepare = _checkpoint if checkpointing else None
+    assert _worst("mixtral", {"rematerialize": rematerialize, "prepare": prepare}) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    [("qwen2_moe", True), ("deepseek_v3", True), ("flint", False), ("ernie4_5_vl_moe", False)],
+)
+def test_sharded_dense_parameters(family: str, checkpointing: bool) -> None:
+    """Also routers and attention's sinks of another type than the model, and two MoE layers in a block."""
+    assert _worst(family, {"dense": "fully_shard", "prepare": _checkpoint if checkpointing else None}) < 1e-8
+
+
+def test_sharded_dense_parameters_of_two_types_in_one_module_are_refused() -> None:
+    with pytest.raises(RankError, match="InklingTopkRouter of the model has parameters of the types"):
+        _worst("inkling", {"dense": "fully_shard"})
+
+
+def _compile_attention(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.compile(backend="aot_eager")
+
+
+def _compile_blocks(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize("compile_parts", [_compile_attention, _compile_blocks])
+def test_compiled_dense_parts(compile_parts: Any) -> None:
+    """A compiled block breaks its graph around the experts."""
+    assert _worst("mixtral", {"prepare": compile_parts}) < 1e-9
 
 
 def _train(rank: int, world_size: int, family: str) -> list[float]:

@@ -204,6 +204,7 @@ class _StartForward:
     def __init__(self, ref: weakref.ref[Executor]) -> None:
         self._ref = ref
 
+    @torch.compiler.disable
     def __call__(self, module: nn.Module, _: object) -> None:
         executor = self._ref()
         assert executor is not None
@@ -222,7 +223,8 @@ def _prefetch_hook(
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         alive.begin_block(layer, _identity(tensors[0]) if tensors else None)
 
-    return start_block
+    hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] = torch.compiler.disable(start_block)
+    return hook
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:

@@ -69,7 +69,7 @@ class InterfaceLayer:
         for name in self.experts.layout.shapes:
             delattr(module, name)
         module.add_module(BANK, self.experts.train(module.training))
-        module.forward = self.forward
+        module.forward = torch.compiler.disable(self.forward)  # a compiled block breaks its graph around it
         stacked, self._stacked = self._stacked, {}
         return list(stacked.values())
 

@@ -61,6 +61,7 @@ class MoELayer(nn.Module):
         """M."""
         return self.config.width
 
+    @torch.compiler.disable  # exchanges with peers are no part of a graph
     def forward(self, x: Tensor, mask: Tensor | None = None) -> MoEOutput:
         """x [..., M]; mask bool [...] is false for padding, which passes no expert, counts nowhere and gives zero.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from themis.fssdp import clip_grad_norm_, executor_of, parallelize
 from themis.testing.families import build_tiny, output_of
@@ -61,27 +63,38 @@ def _wanted(name: str, gradients: dict[str, Tensor | None]) -> Tensor | None:
 
 
 def disagreement(
-    rank: int, family: str, dtype: torch.dtype, rematerialize: bool = False, checkpointing: bool = False
+    rank: int,
+    family: str,
+    dtype: torch.dtype,
+    *,
+    rematerialize: bool = False,
+    prepare: Callable[[Any], None] | None = None,
+    **options: Any,
 ) -> tuple[float, set[int]]:
     """The worst difference of outputs, all gradients and their norm under random owners and replicas; owned experts.
 
-    For each of RANKS ranks to call.
+    For each of RANKS ranks to call. prepare: what is done to the model before it is parallelized, with `options`.
     """
     outputs, gradients = reference(family, dtype)
     model: Any = build_tiny(family, dtype=dtype)
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    parallelize(model, policy=ScriptedPolicy(3, rematerialize_replicas=rematerialize))
+    if prepare is not None:
+        prepare(model)
+    parallelize(model, policy=ScriptedPolicy(3, rematerialize_replicas=rematerialize), **options)
     output, loss = batch_loss(model, rank)
     loss.backward()
     worst = difference(output, outputs[rank])
     owned = set()
     for name, parameter in model.named_parameters():
-        worst = max(worst, difference(parameter.grad, _wanted(name, gradients)))
+        gradient = parameter.grad
+        worst = max(worst, difference(_whole(gradient), _wanted(name, gradients)))
         if ".owned." in name:
             owned.add(int(name.split(".owned.")[1].split(".")[0]))
-    norm = float(clip_grad_norm_(model, 1e9))
+    norm = float(_whole(clip_grad_norm_(model, 1e9)))  # type: ignore[arg-type]
     wanted = torch.stack([g.double().norm() for g in gradients.values() if g is not None]).norm()
     worst = max(worst, abs(norm - float(wanted)) / max(1.0, float(wanted)))
     executor_of(model).close()
     return worst, owned
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
