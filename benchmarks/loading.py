@@ -66,17 +66,23 @@ def make(rank: int, parent: Path) -> dict[str, Path]:
     }
 
 
-def _memory_bytes(name: str) -> int:
+def resident_bytes(name: str) -> int:
+    """This process's resident memory now (VmRSS) or at its peak (VmHWM), as the kernel counts it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
+def reset_peak() -> int:
+    """Count the peak from now on; returns the bytes that are resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_bytes("VmRSS")
+
+
 def _peak_bytes(action: Callable[[], Any]) -> tuple[Any, int, float]:
     """What `action` returns, the most memory it took beyond what was there, and its seconds."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before, began_s = _memory_bytes("VmRSS"), time.perf_counter()
+    before, began_s = reset_peak(), time.perf_counter()
     result = action()
-    return result, _memory_bytes("VmHWM") - before, time.perf_counter() - began_s
+    return result, resident_bytes("VmHWM") - before, time.perf_counter() - began_s
 
 
 def _tensors_bytes(model: torch.nn.Module) -> int:

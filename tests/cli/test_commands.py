@@ -15,7 +15,7 @@ from themis.cli.train import newest_run, take_resume
 from themis.cli.units import format_bytes, format_count
 from themis.core.errors import ConfigError
 from themis.train.config import load_config
-from themis.train.memory import rank_memory, total_parameters
+from themis.train.memory import count, rank_memory
 from themis.train.recipes import recipe
 
 
@@ -126,7 +126,7 @@ def test_plan_draws_a_table(tmp_path, capsys):
 def test_info_is_the_arithmetic(capsys):
     facts = run_json(capsys, "info", "gpt-s-moe", "--nproc", "8", "--policy.budget", "1", "--json")
     config = recipe("gpt-s-moe")
-    assert facts["parameters"]["total"] == total_parameters(config.model)
+    assert facts["parameters"]["total"] == count(config.model).total
     expected = rank_memory(config, 8)
     assert facts["memory_per_rank_bytes"]["optimizer_bytes"] == expected.optimizer_bytes
     assert facts["memory_per_rank_bytes"]["replicas_bytes"] * 2 == expected.replicas_bytes

@@ -110,3 +110,25 @@ def test_a_rank_that_does_something_else_is_named():
             (1,),
             ("rank 1 is in counts while the others are in tokens_operation",),
         )
+
+
+def test_a_save_in_the_background_keeps_nobody_from_training():
+    """Rank 0 waits for rank 1 in tokens; that rank 1's save waits for rank 2's is not why it has not come."""
+    before = {r: _beat(10) for r in range(3)}
+    after = {
+        0: _beat(13, tokens=(5, True), saving=(3, True)),
+        1: _beat(13, tokens=(4, False), saving=(3, True)),
+        2: _beat(13, tokens=(5, True), saving=(2, False)),
+    }
+    assert _judge(before, after).ranks == (1,)
+
+
+def test_a_save_waits_for_what_training_waits_for():
+    """Rank 0's save waits for rank 1's, and rank 1 does not come to its own, as it waits for rank 2 in tokens."""
+    before = {r: _beat(10) for r in range(3)}
+    after = {
+        0: _beat(13, tokens=(6, True), saving=(3, True)),
+        1: _beat(13, tokens=(5, True), saving=(2, False)),
+        2: _beat(13, tokens=(4, False), saving=(2, False)),
+    }
+    assert _judge(before, after, channel=Channel.SAVING).ranks == (2,)

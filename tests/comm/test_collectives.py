@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from themis.comm import collectives
+from themis.comm.beats import Channel
 from themis.comm.mesh import Mesh
 from themis.core.errors import ConfigError
 from themis.core.topology import Topology
@@ -89,3 +90,22 @@ def test_row_counts_are_checked(send, receive, message):
     mesh = Mesh.create(device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=message):
         collectives.all_to_all_rows(mesh, torch.zeros(3, 2), send, receive)
+
+
+def _talk_in_objects(rank):
+    mesh = Mesh.create(timeout_s=10)
+    for _ in range(2):  # opened once, however often it is asked for
+        mesh.open(Channel.SAVING)
+    gathered = collectives.gather_objects(mesh, Channel.SAVING, "gathering", {"rank": rank})
+    mine = collectives.scatter_objects(mesh, Channel.SAVING, "scattering", gathered and gathered[::-1])
+    shared = collectives.share_objects(mesh, Channel.SAVING, "sharing", rank or None)
+    mesh.close()
+    return gathered, mine, shared
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_objects(size):
+    for rank, (gathered, mine, shared) in enumerate(run_ranks(size, _talk_in_objects)):
+        assert gathered == (None if rank else [{"rank": r} for r in range(size)])
+        assert mine == {"rank": size - 1 - rank}
+        assert shared == [None, *range(1, size)]

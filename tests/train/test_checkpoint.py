@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from themis.comm.mesh import Mesh
 from themis.core.errors import CheckpointError
 from themis.testing.ranks import run_ranks
 from themis.train import checkpoint
+from themis.train.saver import Saver
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -27,8 +29,12 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 def save(directory: Path, step: int, keep: int = 2, **changes) -> Path:
     content = changes.pop("content", None) or tensors(step)
-    common = {"rank": 0, "world_size": 1, "barrier": lambda: None, "keep": keep}
-    return checkpoint.save(directory, step, content, {"note": "n"}, {"random": "r"}, **{**common, **changes})
+    mesh = changes.pop("mesh", None) or alone()
+    return checkpoint.save(directory, step, content, {"note": "n"}, {"random": "r"}, mesh=mesh, keep=keep)
+
+
+def alone() -> Mesh:
+    return Mesh.create(device=torch.device("cpu"))
 
 
 def names(directory: Path) -> list[str]:
@@ -95,7 +101,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         checkpoint.load(found, {"model.v": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("where", ["_write_sealed", "save_distributed", "_publish"])
+@pytest.mark.parametrize("where", ["write_sealed", "ShardWriter", "_publish"])
 def test_a_full_disk_leaves_the_earlier_ones(tmp_path, monkeypatch, where):
     save(tmp_path, 1)
 
@@ -111,7 +117,26 @@ def test_a_full_disk_leaves_the_earlier_ones(tmp_path, monkeypatch, where):
     assert names(tmp_path) == ["latest", "step-000001", "step-000003"]
 
 
-def _save_and_die(rank: int, directory: Path, delay_s: float) -> None:
+def test_a_kill_while_one_is_replaced_leaves_it(tmp_path, monkeypatch):
+    """The only one there is, and the disk full between the two names."""
+    save(tmp_path, 1)
+    replace = os.replace
+
+    def refuse(source, target):
+        if Path(source).suffix == ".tmp":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", refuse)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save(tmp_path, 1, content=tensors(9))
+    assert names(tmp_path) == ["latest", "replaced-step-000001", "step-000001.tmp"]
+    assert checkpoint.find(tmp_path)[0].step == 1
+    assert names(tmp_path) == ["latest", "step-000001", "step-000001.tmp"]
+
+
+def _save_and_die(rank: int, directory: Path, delay_s: float, asynchronous: bool) -> None:
     import threading
 
     def kill() -> None:
@@ -119,14 +144,16 @@ def _save_and_die(rank: int, directory: Path, delay_s: float) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
+    saver = Saver(directory, alone(), keep=2, asynchronous=asynchronous)
     for step in range(2, 1000):
-        save(directory, step)
+        saver.save(step, tensors(step), {}, {})
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("delay_s", [0.05, 0.11, 0.17, 0.23])
-def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, delay_s):
+def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, delay_s, asynchronous):
     save(tmp_path, 1)
-    outcome = run_ranks(1, _save_and_die, tmp_path, delay_s, return_errors=True)[0]
+    outcome = run_ranks(1, _save_and_die, tmp_path, delay_s, asynchronous, return_errors=True)[0]
     assert outcome.signal == signal.SIGKILL
     found, damaged = checkpoint.find(tmp_path)
     assert damaged == []
@@ -135,15 +162,12 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, delay_s):
     assert target["model.w"].unique().tolist() == [float(found.step)]
 
 
-def _save_on_rank(rank: int, directory: Path, world_size: int) -> list[str]:
-    import torch.distributed as dist
-
+def _save_on_rank(rank: int, directory: Path) -> list[str]:
     content = {
         "model.dense": torch.ones(5),
         **{f"model.expert.{e}": torch.full((2,), float(e)) for e in (rank, rank + 2)},
     }
-    save(directory, 1, content=content, rank=rank, world_size=world_size, barrier=dist.barrier)
-    dist.barrier()  # rank 0 publishes last
+    save(directory, 1, content=content, mesh=Mesh.create(timeout_s=20))
     found = checkpoint.check(directory / "step-000001")
     other = 1 - rank
     target = {"model.dense": torch.zeros(5), f"model.expert.{other}": torch.zeros(2)}
@@ -152,7 +176,7 @@ def _save_on_rank(rank: int, directory: Path, world_size: int) -> list[str]:
 
 
 def test_ranks_hold_different_tensors_and_may_swap_them(tmp_path):
-    answers = run_ranks(2, _save_on_rank, tmp_path, 2)
+    answers = run_ranks(2, _save_on_rank, tmp_path)
     assert answers[0][1] == "[1.0, 1.0]"
     assert answers[1][1] == "[0.0, 0.0]"
     assert answers[0][0] == answers[1][0] == "[1.0, 1.0, 1.0, 1.0, 1.0]"

@@ -10,16 +10,17 @@ import torch
 from tests.train.harness import small_config, write_text
 from themis.core.topology import Topology
 from themis.fssdp import executor_of, expert_parameters
-from themis.models import GPTMoE, GPTMoEConfig
+from themis.models import GPTMoE, GPTMoEConfig, TransformersConfig
 from themis.testing.ranks import run_ranks
 from themis.train.config import BatchConfig, OptimizerConfig, PolicyConfig
-from themis.train.memory import active_parameters, rank_memory, total_parameters
+from themis.train.memory import count, rank_memory
 from themis.train.optim import build_optimizer
 from themis.train.ranks import Place
 from themis.train.recipes import recipe
 from themis.train.session import build_model
 
 SHAPE = {"width": 16, "num_heads": 2, "num_layers": 3, "num_experts": 5, "expert_hidden": 24, "sequence_length": 8}
+SHARED = {"shared_expert_intermediate_size": 20}
 
 
 @pytest.mark.parametrize(
@@ -35,10 +36,10 @@ SHAPE = {"width": 16, "num_heads": 2, "num_layers": 3, "num_experts": 5, "expert
 def test_parameters_are_counted(change):
     config = GPTMoEConfig(**{**SHAPE, **change})
     model = GPTMoE(config)
-    assert total_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+    assert count(config).total == sum(parameter.numel() for parameter in model.parameters())
     unused = {f".experts.{e}." for e in range(config.top_k, config.num_experts)}
     active = [p.numel() for name, p in model.named_parameters() if not any(part in name for part in unused)]
-    assert active_parameters(config) == sum(active)
+    assert count(config).active == sum(active)
 
 
 def num_bytes(values) -> int:
@@ -81,19 +82,21 @@ def _measure(rank: int, config, world_size: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("policy", ["ep", "themis", "themis-rm"])
 @pytest.mark.parametrize("compute", ["full", "bf16"])
-def test_the_estimate_is_within_a_percent_of_what_ranks_hold(tmp_path, policy, compute):
+@pytest.mark.parametrize("family", [None, "qwen2_moe"])
+def test_the_estimate_is_within_a_percent_of_what_ranks_hold(tmp_path, policy, compute, family):
     config = small_config(write_text(tmp_path), batch=BatchConfig(8, 1))
+    model = config.model if family is None else TransformersConfig(family, **SHAPE, settings=SHARED)
     config = replace(
         config,
-        model=replace(config.model, num_experts=5, num_layers=3),
+        model=replace(model, num_experts=5, num_layers=3),
         policy=PolicyConfig(name=policy, budget=2, overlap_degree=5, calibration=False),
         parallel=replace(config.parallel, dtype="float32", compute=compute),
     )
     for rank, measured in enumerate(run_ranks(2, _measure, config, 2)):
         estimate = asdict(rank_memory(config, 2, rank))
         estimate["replicas_bytes"] += estimate["copies_bytes"]
-        for kind, count in measured.items():
-            assert estimate[kind] == pytest.approx(count, rel=0.01), (rank, kind)
+        for kind, number in measured.items():
+            assert estimate[kind] == pytest.approx(number, rel=0.01), (rank, kind)
 
 
 def test_themis_rm_needs_less_than_themis():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from themis.train.metrics import Summary
 from themis.train.observer import Silent
 from themis.train.ranks import Place
 from themis.train.session import run
+from themis.train.shards import ShardWriter
 from themis.train.trainer import Trainer
 
 EXACT = 1e-9
@@ -102,11 +104,12 @@ def resumed(run_dir: Path, target: Path, world_size: int, config, last_step: int
     return train_on_ranks(world_size, config, target, resume=True)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_resume_continues_exactly(reference, tmp_path, world_size):
+@pytest.mark.parametrize(("world_size", "asynchronous"), [(1, True), (2, True), (2, False)])
+def test_resume_continues_exactly(reference, tmp_path, world_size, asynchronous):
     """Bit for bit, router noise (random streams), re-sharding and owners included."""
     directory, _ = reference
     config = small_config(directory / "text.txt")
+    config = replace(config, checkpoint=replace(config.checkpoint, asynchronous=asynchronous))
     config = replace(config, model=replace(config.model, router_noise=True))
     whole = train_on_ranks(world_size, config, tmp_path / "whole")
     again = resumed(tmp_path / "whole", tmp_path / "again", world_size, config, 4)
@@ -182,6 +185,34 @@ def test_a_dead_peer_is_named_within_the_time_limit(reference, tmp_path):
     for rank in (0, 2):
         assert "PeerError" in outcomes[rank].error
         assert "rank 1 " in outcomes[rank].error.strip().splitlines()[-1]
+
+
+def _lose_the_disk(rank: int, config, run_dir: Path, step: int) -> None:
+    write = ShardWriter.write
+
+    def refuse(writer: ShardWriter):
+        if rank == 1 and writer._folder.stem == f"step-{step:06d}":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(writer)
+
+    ShardWriter.write = refuse  # type: ignore[method-assign]  # in this forked process alone
+    run(config, run_dir, Place(rank, 2, torch.device("cpu"), Topology(1, 2)), Silent(), resume=False)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("step", [4, 8])
+def test_a_save_that_fails_ends_the_run(reference, tmp_path, asynchronous, step):
+    """In the middle of training or at its end, on every rank, for its own reason."""
+    directory, _ = reference
+    config = small_config(directory / "text.txt")
+    config = replace(config, checkpoint=replace(config.checkpoint, asynchronous=asynchronous))
+    outcomes = run_ranks(2, _lose_the_disk, config, tmp_path, step, timeout_s=40.0, return_errors=True)
+    for outcome in outcomes:
+        line = outcome.error.strip().splitlines()[-1]
+        assert "CheckpointError" in line
+        assert line.endswith(f"step-{step:06d}' cannot be written: rank 1: No space left on device")
+    assert not (tmp_path / "summary.json").exists()
+    assert not (tmp_path / f"checkpoints/step-{step:06d}").exists()
 
 
 def test_bf16_trains(reference, tmp_path):

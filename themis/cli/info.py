@@ -19,7 +19,7 @@ from themis.cli.parse import parse
 from themis.cli.units import format_bytes, format_count
 from themis.core.errors import ConfigError
 from themis.train.config import RunConfig
-from themis.train.memory import active_parameters, expert_count, rank_memory, total_parameters
+from themis.train.memory import count, rank_memory
 from themis.train.recipes import RECIPES, recipe
 
 _PACKAGES = ("torch", "numpy", "numba", "safetensors", "tokenizers", "transformers", "tensorboard")
@@ -30,7 +30,7 @@ _PACKAGES = ("torch", "numpy", "numba", "safetensors", "tokenizers", "transforme
 class InfoOptions:
     """Parameters and memory a rank by kind of RECIPE, overridden as in `themis train`, and the environment."""
 
-    run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    run: Annotated[RunConfig, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands] = field(default_factory=RunConfig)
     nproc: int = 1
     """Ranks to spread the model over."""
     json: bool = False
@@ -55,14 +55,14 @@ def main(arguments: list[str]) -> int:
 def gather(config: RunConfig, world_size: int) -> dict[str, Any]:
     """All that the command shows, JSON-able."""
     memory = rank_memory(config, world_size)
-    model = config.model
+    model = count(config.model)
     return {
         "recipe": config.name,
         "ranks": world_size,
         "parameters": {
-            "total": total_parameters(model),
-            "active_per_token": active_parameters(model),
-            "one_expert": expert_count(model, model.expert_hidden).elements,
+            "total": model.total,
+            "active_per_token": model.active,
+            "one_expert": model.expert.elements,
         },
         "memory_per_rank_bytes": {**asdict(memory), "total_bytes": memory.total_bytes},
         "environment": environment(),
@@ -92,10 +92,10 @@ def _show(facts: dict[str, Any]) -> None:
     table = Table(title=f"{facts['recipe']} on {facts['ranks']} rank(s)", title_justify="left", box=None)
     table.add_column()
     table.add_column(justify="right")
-    for name, count in facts["parameters"].items():
-        table.add_row(f"parameters, {name.replace('_', ' ')}", format_count(count))
-    for name, count in facts["memory_per_rank_bytes"].items():
-        table.add_row(f"memory a rank, {name.removesuffix('_bytes').replace('_', ' ')}", format_bytes(count))
+    for name, number in facts["parameters"].items():
+        table.add_row(f"parameters, {name.replace('_', ' ')}", format_count(number))
+    for name, number in facts["memory_per_rank_bytes"].items():
+        table.add_row(f"memory a rank, {name.removesuffix('_bytes').replace('_', ' ')}", format_bytes(number))
     console.print(table)
     environment = facts["environment"]
     packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in environment["packages"].items())

@@ -37,13 +37,14 @@ _SHORT = {"--nproc": "--parallel.nproc", "--policy": "--policy.name", "--data": 
 @final
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train a Mixture-of-Experts model. RECIPE is tiny, gpt-s-moe or gpt-l-moe; every setting below can be overridden.
+    """Train a Mixture-of-Experts model. RECIPE is tiny or another that `themis info` lists; every setting below can be
+    overridden.
 
     Short forms: --nproc N, --policy NAME, --data PATH. --resume [RUN] continues a run, by default the newest of the
     recipe; settings given beside it replace those of the run.
     """
 
-    run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    run: Annotated[RunConfig, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands] = field(default_factory=RunConfig)
     run_dir: Path | None = None
     """Where the run is written; by default a new folder under runs/."""
     json: bool = False

@@ -21,6 +21,8 @@ class Channel(Enum):
     SPARSE = "sparse"
     DENSE = "dense"
     CONTROL = "control"
+    #: Checkpoints in the background, under all of the others; has a group once `Mesh.open` was called.
+    SAVING = "saving"
 
 
 @final

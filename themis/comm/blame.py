@@ -70,7 +70,10 @@ def _why(culprit: int, rank: int, channel: Channel, gone: set[int], after: Mappi
 
 
 def _behind(beats: Mapping[int, Beat], rank: int, channel: Channel) -> tuple[int, ...]:
-    """The ranks that keep `rank` waiting in `channel`, following those that themselves wait in another channel."""
+    """The ranks that keep `rank` waiting in `channel`, following those that themselves wait in another channel.
+
+    What a rank saves in the background keeps it from nothing else.
+    """
     direct = _late(beats, rank, channel)
     culprits: set[int] = set()
     seen = {(rank, channel)}
@@ -80,7 +83,11 @@ def _behind(beats: Mapping[int, Beat], rank: int, channel: Channel) -> tuple[int
         if (other, cause) in seen:
             continue
         seen.add((other, cause))
-        running = [c for c, operation in beats[other].operations.items() if operation.running and c is not cause]
+        running = [
+            c
+            for c, operation in beats[other].operations.items()
+            if operation.running and c not in (cause, Channel.SAVING)
+        ]
         waits_for = [(further, c) for c in running for further in _late(beats, other, c)]
         frontier += waits_for
         if not waits_for:

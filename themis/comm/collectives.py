@@ -159,6 +159,40 @@ def barrier(mesh: Mesh) -> None:
             dist.all_reduce(torch.zeros(1), group=mesh.control_group)
 
 
+def gather_objects(mesh: Mesh, channel: Channel, name: str, value: Any) -> list[Any] | None:
+    """On rank 0 every rank's `value`, by rank; None on the others. Blocks; through host memory.
+
+    As the two below: torch pickles the values for their way, so only what ranks of one run make goes here.
+    """
+    if mesh.world_size == 1:
+        return [value]
+    values = [None] * mesh.world_size if mesh.rank == 0 else None
+    with mesh.operation(channel, name):
+        dist.gather_object(value, values, dst=0, group=mesh.groups[channel])
+    return values
+
+
+def scatter_objects(mesh: Mesh, channel: Channel, name: str, values: list[Any] | None) -> Any:
+    """This rank's of the `values` that rank 0 gives, one a rank; the others give None. Blocks."""
+    if mesh.world_size == 1:
+        assert values is not None
+        return values[0]
+    received: list[Any] = [None]
+    with mesh.operation(channel, name):
+        dist.scatter_object_list(received, values, src=0, group=mesh.groups[channel])
+    return received[0]
+
+
+def share_objects(mesh: Mesh, channel: Channel, name: str, value: Any) -> list[Any]:
+    """Every rank's `value`, by rank, on all ranks. Blocks."""
+    if mesh.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * mesh.world_size
+    with mesh.operation(channel, name):
+        dist.all_gather_object(values, value, group=mesh.groups[channel])
+    return values
+
+
 def exchange(mesh: Mesh, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
     """Point-to-point messages (rank, contiguous tensor) on the control group; every rank calls it, also with nothing.
 

@@ -25,10 +25,10 @@ from themis.core.topology import Topology
 class Mesh:
     """One rank of the cluster, passed explicitly to whatever communicates.
 
-    Tokens, sparse collectives, dense gradients and small exchanges each have a process group of their own, so that
-    none queues behind another and ranks need agree on the order only within a group. In a world of one there are no
-    groups and nothing is sent. Every wait on a peer ends within `timeout_s` seconds, with a PeerError that names the
-    ranks at fault; the last part of that time, `diagnosis_s`, is kept for finding them.
+    Tokens, sparse collectives, dense gradients and small exchanges each have a process group of their own (saving too,
+    once it is opened), so that none queues behind another and ranks need agree on the order only within a group. In a
+    world of one there are no groups and nothing is sent. Every wait on a peer ends within `timeout_s` seconds, with a
+    PeerError that names the ranks at fault; the last part of that time, `diagnosis_s`, is kept for finding them.
     """
 
     rank: int
@@ -68,7 +68,8 @@ class Mesh:
         heartbeat = Heartbeat(collectives.mesh_store(rank), rank, world_size, beat_s)
         operation_s = timeout_s - _diagnosis_s(timeout_s)
         try:
-            groups = {c: collectives.new_group(device, operation_s, control=c is Channel.CONTROL) for c in Channel}
+            channels: list[Channel] = [channel for channel in Channel if channel is not Channel.SAVING]
+            groups = {c: collectives.new_group(device, operation_s, control=c is Channel.CONTROL) for c in channels}
         except RuntimeError as error:
             failure = diagnose(heartbeat, Channel.CONTROL, "joining the process groups", str(error))
             heartbeat.stop()
@@ -78,6 +79,13 @@ class Mesh:
         weakref.finalize(mesh, heartbeat.stop).atexit = False
         collectives.barrier(mesh)  # a rank that hurries on and leaves must not cut off one that still connects
         return mesh
+
+    def open(self, channel: Channel) -> None:
+        """Give `channel` a process group over host memory, unless it has one. A collective; PeerError."""
+        if self.world_size > 1 and channel not in self.groups:
+            with self.operation(Channel.CONTROL, f"opening {channel.value}"):
+                host = torch.device("cpu")
+                self.groups[channel] = collectives.new_group(host, self.operation_s, control=False)
 
     @property
     def token_group(self) -> Any:

@@ -42,6 +42,7 @@ def parallelize(
     mixed_precision: MixedPrecision | None = None,
     dense: Dense = "replicate",
     weights: WeightSource | None = None,
+    device: torch.device | None = None,
     flops_per_s: float | None = None,
     timeout_s: float = 60.0,
 ) -> nn.Module:
@@ -54,9 +55,9 @@ def parallelize(
     it is a world of one), and build the optimizer afterwards. Each rank keeps the parameters of the experts it owns,
     under their old names; the others leave the model. Gradients are averaged over ranks, experts' and dense alike.
 
-    A model that was built under `torch.device("meta")` gets memory here, on this process's CUDA device or else the
-    CPU, for its dense part and the experts that this rank owns alone; `weights` says where its values come from, by
-    default the model's own initialisation. So it may be larger than one rank's memory.
+    A model that was built under `torch.device("meta")` gets memory here for its dense part and the experts that
+    this rank owns alone, so it may be larger than one rank's memory: on `device`, by default this process's CUDA device
+    or else the CPU, with values from `weights`, by default the model's own initialisation.
 
     topology: nodes and devices, by default read from torchrun's environment; policy: who holds which expert when, by
     default the paper's; mixed_precision: types in which experts compute and reduce; dense: what becomes of all other
@@ -73,7 +74,9 @@ def parallelize(
     require(meta or weights is None, "weights", weights, "None with a model that has its values already")
     chosen = policy if policy is not None else Themis()
     precision = mixed_precision if mixed_precision is not None else MixedPrecision()
-    mesh = Mesh.create(topology, device=None if meta else next(model.parameters()).device, timeout_s=timeout_s)
+    require(meta or device is None, "device", device, "None with a model that is on a device already")
+    place = device if meta else next(model.parameters()).device
+    mesh = Mesh.create(topology, device=place, timeout_s=timeout_s)
     speed = flops_per_s if flops_per_s is not None else NOMINAL_FLOPS_PER_S.get(mesh.device.type, 50e9)
     watch, communicator = OptimizerWatch(model), Communicator(mesh)
     try:

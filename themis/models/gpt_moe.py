@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, final
+from typing import Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from themis.core.errors import ConfigError, require
+from themis.models.output import LMOutput, with_losses
 from themis.moe import Experts, Gate, MoEConfig, MoELayer, MoEOutput
 
 
@@ -80,21 +81,6 @@ class GPTMoEConfig:
             shared_hidden=self.shared_hidden,
             noise=self.router_noise,
         )
-
-
-class GPTOutput(NamedTuple):
-    """logits [B, S, V]; the rest are scalars of the graph, None without targets.
-
-    loss = cross_entropy + aux_loss_weight * aux_loss + z_loss_weight * z_loss. cross_entropy is the mean over this
-    rank's tokens; aux_loss and z_loss are means over layers of this rank's shares (see themis.moe.losses): their
-    mean over ranks is that of all tokens together.
-    """
-
-    logits: Tensor
-    loss: Tensor | None = None
-    cross_entropy: Tensor | None = None
-    aux_loss: Tensor | None = None
-    z_loss: Tensor | None = None
 
 
 @final
@@ -172,7 +158,7 @@ class GPTMoE(nn.Module):
             if name.endswith(("attention.out.weight", ".w2", ".w_down")):
                 parameter.mul_((2 * self.config.num_layers) ** -0.5)
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> GPTOutput:
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> LMOutput:
         """Logits of int64 `tokens_BS` [B, S], and the losses where `targets_BS` [B, S] is given. B may be 0."""
         length = tokens_BS.shape[1]
         require(
@@ -190,17 +176,17 @@ class GPTMoE(nn.Module):
             z_losses.append(z_loss)
         logits_BSV = self.head(self.norm(x_BSM))
         if targets_BS is None:
-            return GPTOutput(logits_BSV)
-        return self._losses(logits_BSV, targets_BS, torch.stack(aux_losses).mean(), torch.stack(z_losses).mean())
+            return LMOutput(logits_BSV)
+        return with_losses(
+            logits_BSV,
+            targets_BS,
+            aux_losses,
+            z_losses,
+            aux_loss_weight=self.config.aux_loss_weight,
+            z_loss_weight=self.config.z_loss_weight,
+        )
 
     def _run(self, block: nn.Module, x_BSM: Tensor) -> MoEOutput:
         if self.config.checkpoint_blocks and torch.is_grad_enabled():
             return MoEOutput(*checkpoint(block, x_BSM, use_reentrant=False))
         return MoEOutput(*block(x_BSM))
-
-    def _losses(self, logits_BSV: Tensor, targets_BS: Tensor, aux_loss: Tensor, z_loss: Tensor) -> GPTOutput:
-        wide_TV = logits_BSV.flatten(0, 1).to(torch.promote_types(logits_BSV.dtype, torch.float32))
-        total = F.cross_entropy(wide_TV, targets_BS.flatten(), reduction="sum")
-        cross_entropy = total / max(targets_BS.numel(), 1)
-        loss = cross_entropy + self.config.aux_loss_weight * aux_loss + self.config.z_loss_weight * z_loss
-        return GPTOutput(logits_BSV, loss, cross_entropy, aux_loss, z_loss)

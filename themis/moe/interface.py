@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,12 +26,19 @@ from themis.moe.order import SortedOrder
 #: The child of a family's experts module that holds the experts one by one, in the stacked tensors' stead.
 BANK = "owned"
 
+_LAYER = "_themis_layer"
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 
 
 def is_interface_experts(module: nn.Module) -> bool:
     """Whether `module` is an experts module behind transformers' experts interface."""
     return hasattr(module, "_apply_gate") and all(hasattr(module, flag) for flag in _FLAGS)
+
+
+def interface_layer(module: nn.Module) -> InterfaceLayer | None:
+    """The layer that has taken over `module`, None before that."""
+    layer = module.__dict__.get(_LAYER)
+    return layer if isinstance(layer, InterfaceLayer) else None
 
 
 @final
@@ -55,6 +63,8 @@ class InterfaceLayer:
         ]
         self.experts = ExpertBank(layout, slices)
         self.dispatcher: Dispatcher = LocalDispatcher(self.experts)
+        #: int64 [E, D]: each rank's tokens for each expert in the latest call.
+        self.tokens_ED = np.zeros((num_experts, 1), dtype=np.int64)
         self._order = SortedOrder()
         # Weakly, as the module will hold this layer.
         self._module = weakref.ref(module)
@@ -69,6 +79,7 @@ class InterfaceLayer:
         for name in self.experts.layout.shapes:
             delattr(module, name)
         module.add_module(BANK, self.experts.train(module.training))
+        module.__dict__[_LAYER] = self
         module.forward = torch.compiler.disable(self.forward)  # a compiled block breaks its graph around it
         stacked, self._stacked = self._stacked, {}
         return list(stacked.values())
@@ -125,7 +136,7 @@ class InterfaceLayer:
         chosen_TK = call.choose(*experts_TK.shape)
         experts_TK = experts_TK.clamp(max=num_experts - 1) if chosen_TK is None else chosen_TK
         ordered = self._order.plan(experts_TK, num_experts)
-        call.announce(experts_TK, ordered.counts_E)
+        self.tokens_ED = call.announce(experts_TK, ordered.counts_E)
         rows_AM = self._pass_experts(call, self._order.order(tokens_TM, ordered))
         return self._order.restore(rows_AM, ordered, weights_TK).view_as(hidden_states)
 
@@ -159,6 +170,8 @@ def _check(name: str, module: Any, parameters: dict[str, nn.Parameter]) -> None:
         raise ConfigError(f"{what} have the parameters {sorted(parameters)}; by their flags they would be {wanted}")
     if getattr(module, "_is_expert_parallel", False):
         raise ConfigError(f"{what} are expert-parallel already; load the model without an expert-parallel plan")
+    if len(types := {str(parameter.dtype) for parameter in parameters.values()}) > 1:
+        raise ConfigError(f"{what} have parameters of the types {sorted(types)}; give them one")
     for key, parameter in parameters.items():
         if not parameter.is_floating_point() or torch.finfo(parameter.dtype).bits < 16:
             raise ConfigError(f"{what} hold {key} as {parameter.dtype}; load the model unquantised, in 16 bits or more")

@@ -11,13 +11,11 @@ finds the newest whole one. Nothing in it is code (no pickle).
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import warnings
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +23,21 @@ from typing import Any, final
 
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from themis.comm.collectives import default_rank_and_size
+from themis.comm.beats import Channel
+from themis.comm.collectives import default_rank_and_size, share_objects
+from themis.comm.mesh import Mesh
 from themis.core.errors import CheckpointError
 from themis.train.files import replace_text
+from themis.train.sealed import Record, crc32, read_sealed, sync, write_sealed
+from themis.train.shards import ShardWriter
 from themis.train.tokenizer import first_line
 
-Record = dict[str, Any]
-
 _NAME = re.compile(r"step-(\d{6,})")
+#: The name of a checkpoint for the moment in which another of the same step takes its place.
+_REPLACED = "replaced-"
 
 
 @final
@@ -51,7 +52,7 @@ class Checkpoint:
 
     def rank_record(self, rank: int) -> Record | None:
         """What `rank` saved of its own, None where the run had fewer ranks."""
-        return _read_sealed(self.path / f"rank-{rank:05d}.json")["record"] if rank < self.world_size else None
+        return read_sealed(self.path / f"rank-{rank:05d}.json")["record"] if rank < self.world_size else None
 
 
 def save(
@@ -61,37 +62,37 @@ def save(
     record: Record,
     rank_record: Record,
     *,
-    rank: int,
-    world_size: int,
-    barrier: Callable[[], None],
+    mesh: Mesh,
     keep: int,
 ) -> Path:
-    """Write a checkpoint of `step` into `directory` and delete all but the newest `keep`; every rank calls this.
+    """Write a checkpoint of `step` into `directory` and delete all but the newest `keep`; a collective.
 
-    tensors: this rank's, by global name; record: the same on all ranks; rank_record: this rank's own. Raises
-    CheckpointError, and leaves earlier checkpoints as they were, when the disk refuses.
+    tensors: this rank's, by global name; record: the same on all ranks; rank_record: this rank's own. Returns once
+    the checkpoint is there under its name. Raises CheckpointError on every rank, and leaves earlier checkpoints as
+    they were, when the disk refuses one of them; PeerError. Waits on other ranks have the mesh's limit; the disk's
+    own time has none.
     """
+    mesh.open(Channel.SAVING)
     final_path = directory / f"step-{step:06d}"
     scratch = directory / f"step-{step:06d}.tmp"
-    try:
-        if rank == 0:
+    leads = mesh.rank == 0
+    with _together(mesh, final_path, "making room"):
+        if leads:
             _clear(directory)
             scratch.mkdir(parents=True)
-        barrier()
-        writer = HuggingFaceStorageWriter(str(scratch), save_distributed=True)
-        with _no_warnings():
-            save_distributed(dict(tensors), storage_writer=writer, no_dist=world_size == 1)
-        shards = sorted(scratch.glob(f"shard-{rank + 1:05d}-*.safetensors"))
-        files = {path.name: {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in shards}
-        _write_sealed(scratch / f"rank-{rank:05d}.json", {"files": files, "record": rank_record})
-        barrier()
-        if rank == 0:
-            _write_sealed(scratch / "trainer.json", {"step": step, "world_size": world_size, **record})
-            _sync(scratch)
+    with _together(mesh, final_path, "planning"):
+        writer = ShardWriter(scratch, tensors, mesh)
+    writer.agree()
+    with _together(mesh, final_path, "writing"):
+        files = {path.name: {"bytes": path.stat().st_size, "crc32": crc32(path)} for path in writer.write()}
+        write_sealed(scratch / f"rank-{mesh.rank:05d}.json", {"files": files, "record": rank_record})
+    with _together(mesh, final_path, "publishing"):
+        if leads:
+            write_sealed(scratch / "trainer.json", {"step": step, "world_size": mesh.world_size, **record})
+            sync(scratch)
             _publish(scratch, final_path)
-            _prune(directory, keep)
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"checkpoint {str(final_path)!r} cannot be written: {_cause(error)}") from error
+    if leads:
+        _prune(directory, keep)
     return final_path
 
 
@@ -111,7 +112,8 @@ def find(directory: Path) -> tuple[Checkpoint, list[str]]:
 
 
 def require_any(directory: Path) -> None:
-    """CheckpointError unless there is a checkpoint in `directory`, whole or not."""
+    """CheckpointError unless there is a checkpoint in `directory`, whole or not. For one process at a time."""
+    _take_back(directory)
     if not _listed(directory):
         raise CheckpointError(f"no checkpoint in {str(directory)!r}; start the run without --resume")
 
@@ -119,17 +121,17 @@ def require_any(directory: Path) -> None:
 def open_whole(directory: Path, step: int) -> Checkpoint:
     """The checkpoint of `step`, which is known to be whole: only its record is read."""
     path = directory / f"step-{step:06d}"
-    record = _read_sealed(path / "trainer.json")
+    record = read_sealed(path / "trainer.json")
     return Checkpoint(path, step, int(record["world_size"]), record)
 
 
 def check(path: Path) -> Checkpoint:
     """The checkpoint at `path`, all of its files compared with their checksums; else CheckpointError."""
-    record = _read_sealed(path / "trainer.json")
+    record = read_sealed(path / "trainer.json")
     for rank in range(int(record["world_size"])):
-        for name, wanted in _read_sealed(path / f"rank-{rank:05d}.json")["files"].items():
+        for name, wanted in read_sealed(path / f"rank-{rank:05d}.json")["files"].items():
             file = path / name
-            if not file.is_file() or file.stat().st_size != wanted["bytes"] or _crc32(file) != wanted["crc32"]:
+            if not file.is_file() or file.stat().st_size != wanted["bytes"] or crc32(file) != wanted["crc32"]:
                 raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {name} is missing or changed")
     return Checkpoint(path, int(record["step"]), int(record["world_size"]), record)
 
@@ -186,59 +188,56 @@ def _listed(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match.group(1)), path) for match, path in found)
 
 
+def _take_back(directory: Path) -> None:
+    """Give the checkpoint that was being replaced when a run was killed its name again."""
+    for aside in directory.glob(f"{_REPLACED}step-*"):
+        target = aside.with_name(aside.name.removeprefix(_REPLACED))
+        if not target.exists():
+            os.replace(aside, target)
+
+
 def _clear(directory: Path) -> None:
-    """Remove what a killed run left under scratch names."""
-    for path in directory.glob("step-*.tmp"):
+    """Remove what a killed run, or a save that failed, left under scratch names."""
+    _take_back(directory)
+    for path in (*directory.glob("step-*.tmp"), *directory.glob(f"{_REPLACED}step-*")):
         shutil.rmtree(path)
 
 
 def _publish(scratch: Path, final_path: Path) -> None:
-    if final_path.exists():  # of a run that was continued from an earlier step
-        shutil.rmtree(final_path)
+    """Give `scratch` its name. One of the same step stays whole, aside, until then: it may be the only one."""
+    aside = final_path.with_name(_REPLACED + final_path.name)
+    if final_path.exists():
+        os.replace(final_path, aside)
     os.replace(scratch, final_path)
     replace_text(final_path.parent / "latest", final_path.name + "\n")
-    _sync(final_path.parent)
+    sync(final_path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _prune(directory: Path, keep: int) -> None:
     for _, path in _listed(directory)[:-keep]:
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {str(path)!r} cannot be deleted: {_cause(error)}") from error
 
 
-def _write_sealed(path: Path, record: Record) -> None:
-    """JSON with the checksum of its content, flushed to disk."""
-    text = json.dumps(record, sort_keys=True)
-    with path.open("w") as file:
-        file.write(f"{zlib.crc32(text.encode()):08x}\n{text}\n")
-        file.flush()
-        os.fsync(file.fileno())
+@contextmanager
+def _together(mesh: Mesh, path: Path, what: str) -> Iterator[None]:
+    """Within it, each rank does its part of the checkpoint at `path`; what the disk refuses one of them fails on all.
 
-
-def _read_sealed(path: Path) -> Record:
+    A collective at its end. Raises CheckpointError with the reason, PeerError.
+    """
+    refusal: OSError | None = None
     try:
-        seal, _, text = path.read_text().rstrip("\n").partition("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"checkpoint {str(path.parent)!r} is damaged: {path.name} is unreadable") from error
-    if seal != f"{zlib.crc32(text.encode()):08x}":
-        raise CheckpointError(f"checkpoint {str(path.parent)!r} is damaged: {path.name} is changed")
-    record: Record = json.loads(text)
-    return record
-
-
-def _crc32(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as error:
+        refusal = error
+    told = share_objects(mesh, Channel.SAVING, f"{what} {path.name}", None if refusal is None else _cause(refusal))
+    for rank, reason in enumerate(told):
+        if reason is not None:
+            where = f"rank {rank}: " if mesh.world_size > 1 else ""
+            raise CheckpointError(f"checkpoint {str(path)!r} cannot be written: {where}{reason}") from refusal
 
 
 def _cause(error: OSError | CheckpointException) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 
 from themis.core.errors import ConfigError, require
 from themis.core.topology import Link, Topology
-from themis.models import GPTMoEConfig
+from themis.models import GPTMoEConfig, ModelConfig, TransformersConfig
 from themis.policies import EP, Policy, Themis, Uniform
 from themis.train.data import DataConfig
 from themis.train.files import replace_text
@@ -180,6 +180,8 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 2
     """Checkpoints kept; older ones are deleted."""
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is written; takes a copy of the state in host memory."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "checkpoint.every", self.every, "0 or more")
@@ -222,7 +224,7 @@ class RunConfig:
     """Optimizer steps."""
     seed: int = 0
     """Seed of initialisation, sampling and noise."""
-    model: GPTMoEConfig = field(default_factory=GPTMoEConfig)
+    model: ModelConfig = field(default_factory=GPTMoEConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -268,6 +270,15 @@ def from_record(kind: type[Any], record: object, where: str) -> Any:
 
 
 def _value(hint: Any, value: object, where: str) -> Any:
+    if hint == ModelConfig:
+        # Only models of transformers name a family.
+        named = isinstance(value, dict) and "model_type" in value
+        return from_record(TransformersConfig if named else GPTMoEConfig, value, where)
+    if typing.get_origin(hint) is dict:
+        _, kinds = typing.get_args(hint)
+        require(isinstance(value, dict), where, value, "an object with names and values")
+        assert isinstance(value, dict)
+        return {str(name): _value(kinds, entry, _join(where, name)) for name, entry in value.items()}
     if is_dataclass(hint):
         return from_record(typing.cast("type[Any]", hint), value, where)
     if typing.get_origin(hint) is Literal:
@@ -275,7 +286,7 @@ def _value(hint: Any, value: object, where: str) -> Any:
         require(value in choices, where, value, f"one of {', '.join(map(str, choices))}")
         return value
     allowed = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+    if float in allowed and int not in allowed and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     fits = type(value) in allowed
     require(fits, where, value, " or ".join("none" if a is type(None) else a.__name__ for a in allowed))

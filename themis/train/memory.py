@@ -1,15 +1,17 @@
-"""How much memory a rank needs, by kind: plain arithmetic over a configuration, no model is built."""
+"""How much memory a rank needs, by kind: arithmetic over a configuration, nothing is allocated."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import final
 
 import numpy as np
 
 from themis.core.errors import require
 from themis.core.placement import even_owner
-from themis.models import GPTMoEConfig
+from themis.fssdp.adapters import find_sites
+from themis.models import ModelConfig, build
 from themis.train.config import RunConfig
 
 #: AdamW keeps two moments of each parameter, and a float32 counter of each tensor.
@@ -24,9 +26,6 @@ class Count:
 
     elements: int
     tensors: int
-
-    def __add__(self, other: Count) -> Count:
-        return Count(self.elements + other.elements, self.tensors + other.tensors)
 
     def times(self, number: int) -> Count:
         """`number` such sets."""
@@ -58,38 +57,43 @@ class Memory:
         return sum(asdict(self).values())
 
 
-def expert_count(config: GPTMoEConfig, hidden: int) -> Count:
-    """Parameters of one expert of the given hidden width."""
-    width = config.width
-    if config.experts == "swiglu":
-        return Count(3 * width * hidden, 3)
-    bias = Count(hidden + width, 2) if config.bias else Count(0, 0)
-    return Count(2 * width * hidden, 2) + bias
+@final
+@dataclass(frozen=True)
+class ModelCount:
+    """A model's parameters: all but the routed experts, and one routed expert of a layer."""
+
+    dense: Count
+    expert: Count
+    num_experts: int
+    top_k: int
+    num_layers: int
+
+    @property
+    def total(self) -> int:
+        """Parameters of the model."""
+        return self.dense.elements + self.expert.elements * self.num_experts * self.num_layers
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token meets."""
+        return self.dense.elements + self.expert.elements * self.top_k * self.num_layers
 
 
-def dense_count(config: GPTMoEConfig) -> Count:
-    """Parameters of the whole model but its routed experts."""
-    width = config.width
-    norm = Count(2 * width, 2)
-    attention = Count(4 * width * width, 2) + (Count(4 * width, 2) if config.bias else Count(0, 0))
-    router = Count(config.num_experts * width, 1).times(2 if config.router_noise else 1)
-    shared = expert_count(config, config.shared_hidden) if config.shared_hidden else Count(0, 0)
-    block = norm.times(2) + attention + router + shared
-    embeddings = Count((config.vocab_size + config.sequence_length) * width, 2)
-    head = Count(0, 0) if config.tie_embeddings else Count(config.vocab_size * width, 1)
-    return block.times(config.num_layers) + embeddings + norm + head
-
-
-def total_parameters(config: GPTMoEConfig) -> int:
-    """Parameters of the model."""
-    experts = expert_count(config, config.expert_hidden).times(config.num_experts * config.num_layers)
-    return (dense_count(config) + experts).elements
-
-
-def active_parameters(config: GPTMoEConfig) -> int:
-    """Parameters that one token meets."""
-    experts = expert_count(config, config.expert_hidden).times(config.top_k * config.num_layers)
-    return (dense_count(config) + experts).elements
+def count(config: ModelConfig) -> ModelCount:
+    """The parameters of the model that `config` describes, which is built for it on the meta device."""
+    model = build(config)
+    sites = find_sites(model)
+    shapes = [site.layer.experts.layout.shapes for site in sites]
+    foreign = {f"{site.name}.{name}" for site, named in zip(sites, shapes, strict=True) for name in named}
+    own = {id(p) for site in sites for p in site.layer.experts.parameters()}
+    dense = [p for name, p in model.named_parameters() if name not in foreign and id(p) not in own]
+    return ModelCount(
+        dense=Count(sum(p.numel() for p in dense), len(dense)),
+        expert=Count(sum(prod(shape) for shape in shapes[0].values()), len(shapes[0])),
+        num_experts=sites[0].layer.experts.num_experts,
+        top_k=config.top_k,
+        num_layers=len(sites),
+    )
 
 
 def rank_memory(config: RunConfig, world_size: int, rank: int = 0) -> Memory:
@@ -100,14 +104,14 @@ def rank_memory(config: RunConfig, world_size: int, rank: int = 0) -> Memory:
     """
     require(world_size >= 1, "world_size", world_size, "1 or more")
     require(0 <= rank < world_size, "rank", rank, f"between 0 and {world_size - 1}")
-    model = config.model
+    model = count(config.model)
     sharded = config.parallel.dense == "fully_shard" and world_size > 1
     element_bytes = 8 if config.parallel.dtype == "float64" else 4
     compute_bytes = 2 if config.parallel.compute == "bf16" else element_bytes
-    dense = dense_count(model)
+    dense = model.dense
     dense_elements = -(-dense.elements // world_size) if sharded else dense.elements
     owned = int(np.sum(even_owner(model.num_experts, world_size) == rank))
-    expert = expert_count(model, model.expert_hidden)
+    expert = model.expert
     experts = expert.times(owned * model.num_layers)
     policy = config.policy.build()
     replicas = min(policy.replicas_per_device(), model.num_experts - owned) if world_size > 1 else 0

@@ -12,13 +12,13 @@ from typing import final
 import numpy as np
 import torch
 
-from themis.comm.collectives import all_reduce_sum, barrier
+from themis.comm.collectives import all_reduce_sum
 from themis.comm.mesh import Mesh
 from themis.core.errors import ConfigError
 from themis.fssdp import MixedPrecision, parallelize, step_report
 from themis.fssdp.api import executor_of
 from themis.fssdp.executor import Executor
-from themis.models import GPTMoE
+from themis.models import LanguageModel, build
 from themis.train import checkpoint as checkpoints
 from themis.train.checkpoint import Checkpoint
 from themis.train.config import RunConfig, save_config
@@ -30,6 +30,7 @@ from themis.train.observer import Observer
 from themis.train.optim import build_optimizer
 from themis.train.ranks import Place
 from themis.train.run_lock import exclusive
+from themis.train.saver import Saver
 from themis.train.state import (
     allocate_optimizer_state,
     model_tensors,
@@ -103,13 +104,13 @@ def shared_corpus(config: RunConfig, run_dir: Path, mesh: Mesh) -> Corpus:
     return corpus
 
 
-def build_model(config: RunConfig, place: Place) -> GPTMoE:
-    """The model, the same on every rank at first, then parallelised. A collective.
+def build_model(config: RunConfig, place: Place) -> LanguageModel:
+    """The model, parallelised; its values do not depend on the number of ranks. A collective.
 
     Afterwards every rank draws from a random stream of its own.
     """
+    model = build(config.model, getattr(torch, config.parallel.dtype))
     torch.manual_seed(config.seed)
-    model = GPTMoE(config.model).to(device=place.device, dtype=getattr(torch, config.parallel.dtype))
     bf16 = config.parallel.compute == "bf16"
     parallelize(
         model,
@@ -117,6 +118,7 @@ def build_model(config: RunConfig, place: Place) -> GPTMoE:
         policy=config.policy.build(),
         mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None,
         dense=config.parallel.dense,
+        device=place.device,
         timeout_s=config.parallel.timeout_s,
     )
     torch.manual_seed(config.seed + 1 + place.rank)
@@ -128,7 +130,13 @@ class Session:
     """One run's parts on one rank."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, model: GPTMoE, executor: Executor, corpus: Corpus, observer: Observer
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        model: LanguageModel,
+        executor: Executor,
+        corpus: Corpus,
+        observer: Observer,
     ) -> None:
         self.config = config
         self.run_dir = run_dir
@@ -162,7 +170,11 @@ class Session:
         optimizer = self.optimizer or build_optimizer(self.model, self.config.optimizer)
         trainer = Trainer(self.config, self.model, self.executor, optimizer, self.corpus)
         if not leads:
-            trainer.run(first_step, Hooks(_ignore_metrics, _ignore_step, lambda step: self._save(step, optimizer)))
+            with self._saver() as saver:
+                hooks = Hooks(
+                    _ignore_metrics, _ignore_step, lambda step: self._save(saver, step, optimizer), saver.check
+                )
+                trainer.run(first_step, hooks)
             if self.config.log.sample_tokens:
                 sample_text(self.model, self.corpus, self.config, self.mesh)
             return None
@@ -179,11 +191,12 @@ class Session:
 
         def save(step: int) -> None:
             routing_log.write()
-            self._save(step, optimizer)
+            self._save(saver, step, optimizer)
 
         self.observer.started(self.config, self.run_dir, first_step, self.mesh.world_size)
         try:
-            trainer.run(first_step, Hooks(log, record, save))
+            with self._saver() as saver:
+                trainer.run(first_step, Hooks(log, record, save, saver.check))
         finally:
             metrics_log.close()
         return self._finish()
@@ -198,17 +211,17 @@ class Session:
         self.observer.finished(summary, prompt, text)
         return summary
 
-    def _save(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        checkpoints.save(
-            self.run_dir / "checkpoints",
+    def _saver(self) -> Saver:
+        settings = self.config.checkpoint
+        directory = self.run_dir / "checkpoints"
+        return Saver(directory, self.mesh, keep=settings.keep, asynchronous=settings.asynchronous)
+
+    def _save(self, saver: Saver, step: int, optimizer: torch.optim.Optimizer) -> None:
+        saver.save(
             step,
             self._tensors(optimizer),
             {"executor": self.executor.state_dict(), "config": asdict(self.config)},
             {"random": random_record(self.mesh.device)},
-            rank=self.mesh.rank,
-            world_size=self.mesh.world_size,
-            barrier=lambda: barrier(self.mesh),
-            keep=self.config.checkpoint.keep,
         )
 
     def _tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

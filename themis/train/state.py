@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`model.<name>` of every parameter and buffer that this rank holds, detached."""
-    named = [*model.named_parameters(), *model.named_buffers()]
+    """`model.<name>` of every parameter and saved buffer that this rank holds, detached."""
+    saved = model.state_dict().keys()
+    named = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in saved)]
     return {f"model.{name}": tensor.detach() for name, tensor in named}
 
 
@@ -50,6 +51,32 @@ def allocate_optimizer_state(model: nn.Module, optimizer: Optimizer, stored: dic
             # State of the parameter's shape lives where, and as, the parameter does; counters live on the host.
             value = torch.empty_like(parameter, dtype=dtype) if like else torch.empty(entry.size, dtype=dtype)
             optimizer.state[parameter][key] = value.detach()
+
+
+@final
+class HostCopies:
+    """Copies of tensors in host memory, pinned for a CUDA device's; the memory is kept from one time to the next."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A copy of each of `tensors`, complete on return. It overwrites the copies of the time before.
+
+        A sharded tensor's copy is sharded likewise.
+        """
+        self._held = {name: self._room(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            self._held[name].copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        return dict(self._held)
+
+    def _room(self, name: str, tensor: Tensor) -> Tensor:
+        held = self._held.get(name)
+        if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
+            return held
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
 
 
 def random_record(device: torch.device) -> dict[str, str]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from themis.comm.beats import Channel
 from themis.core.errors import ThemisError
 from themis.fssdp import LayerReport, clip_grad_norm_, step_report
 from themis.fssdp.executor import Executor
-from themis.models import GPTMoEConfig, GPTOutput
+from themis.models import LanguageModel, LMOutput, ModelConfig, TransformersLM
 from themis.train.config import RunConfig
 from themis.train.data import Corpus
 from themis.train.evaluate import compute_context, held_out_loss, inputs_and_targets
@@ -28,11 +28,12 @@ from themis.train.sampling import split
 @final
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop calls: `log` with a step's metrics, `record` where routing is due, `save` after a step."""
+    """What the loop calls: `check` before a step, `log` with its metrics, `record` where routing is due, `save`."""
 
     log: Callable[[StepMetrics], None]
     record: Callable[[int], None]
     save: Callable[[int], None]
+    check: Callable[[], None]
 
 
 @final
@@ -40,7 +41,12 @@ class Trainer:
     """Trains `model`, which was parallelised, with `optimizer` on `corpus`."""
 
     def __init__(
-        self, config: RunConfig, model: nn.Module, executor: Executor, optimizer: torch.optim.Optimizer, corpus: Corpus
+        self,
+        config: RunConfig,
+        model: LanguageModel,
+        executor: Executor,
+        optimizer: torch.optim.Optimizer,
+        corpus: Corpus,
     ) -> None:
         self.config = config
         self.model = model
@@ -54,6 +60,7 @@ class Trainer:
         meter = Meter(self.executor)
         self.model.train()
         for step in range(first_step + 1, config.steps + 1):
+            hooks.check()
             began_s = time.perf_counter()
             losses, grad_norm = self.step(step - 1)
             meter.add(config.batch.sequences * config.model.sequence_length, time.perf_counter() - began_s)
@@ -87,6 +94,8 @@ class Trainer:
         if not math.isfinite(norm):
             raise ThemisError(f"the gradient norm is {norm} at step {done + 1}; lower optimizer.lr or resume and skip")
         self.optimizer.step()
+        if isinstance(self.model, TransformersLM):
+            self.model.update_router_biases()
         return losses, norm
 
     def _micro_batch(self, done: int, part: int) -> Tensor:
@@ -121,7 +130,7 @@ class Trainer:
         return step_report(self.model)
 
 
-def router_loss(output: GPTOutput, config: GPTMoEConfig) -> Tensor:
+def router_loss(output: LMOutput, config: ModelConfig) -> Tensor:
     """The weighted router losses of `output`."""
     assert output.aux_loss is not None
     assert output.z_loss is not None
