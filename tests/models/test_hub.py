@@ -15,6 +15,7 @@ import themis
 from themis.core.errors import CheckpointError, ConfigError
 from themis.fssdp import executor_of
 from themis.models import GPTMoE, GPTMoEConfig
+from themis.models.model_directory import ModelDirectory
 from themis.testing.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -92,6 +93,32 @@ def test_a_rank_holds_its_experts_and_the_dense_part(tmp_path: Path, world_size:
         assert norm == pytest.approx(wanted_norm, rel=1e-5)
     assert sum(map(len, owners)) == 8
     assert set.union(*owners) == set(range(8))
+
+
+def _bytes_read(rank: int, path: Path, family: str) -> tuple[int, int]:
+    """What is read, and what this rank holds of what is saved."""
+    total = 0
+    read = ModelDirectory.read
+
+    def counted(self: ModelDirectory, key: str, row: int | None = None) -> torch.Tensor:
+        nonlocal total
+        tensor = read(self, key, row)
+        total += tensor.nbytes
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelDirectory, "read", counted)
+        model = themis.from_pretrained(path)
+    held = sum(tensor.nbytes for tensor in {id(t): t for t in model.state_dict().values()}.values())
+    executor_of(model).close()
+    return total, held
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_rank_reads_what_it_holds_and_no_more(tmp_path: Path, family: str) -> None:
+    path = _directory(tmp_path / "model", family)
+    for read, held in run_ranks(3, _bytes_read, path, family):
+        assert read == held
 
 
 def test_experts_read_into_another_type_and_left_out_by_name(tmp_path: Path) -> None:
