@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -73,6 +74,27 @@ def test_an_empty_batch_has_a_loss_of_zero_and_gradients() -> None:
     executor_of(model).close()
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v3"])
+def test_routers_compute_in_float32_under_autocast(model_type: str) -> None:
+    settings = {"first_k_dense_replace": 0, "n_group": 2, "topk_group": 1} if model_type == "deepseek_v3" else {}
+    model = themis.parallelize(build(replace(SMALL, model_type=model_type, settings=settings)))
+    seen = []
+    for name, module in model.named_modules():
+        if name.endswith(".gate"):
+            module.register_forward_hook(lambda _, __, output: seen.append(output[0].dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(TOKENS, TOKENS).loss.backward()
+    assert seen == [torch.float32] * 2
+    executor_of(model).close()
+
+
+def test_a_missing_package_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
+    with pytest.raises(ConfigError, match=r"need that package: pip install 'themis-moe\[hf\]'"):
+        build(SMALL)
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -111,6 +133,14 @@ def test_json_keeps_it() -> None:
         ({"settings": {"shared_expert_intermediate_size": "x"}}, "Qwen2MoeConfig refuses these settings"),
         ({"top_k": 7}, "model.top_k is 7; it must be at most 6"),
         ({"width": 0}, "model.width is 0"),
+        ({"width": 18}, "model.width is 18; it must be a multiple of 2 * model.num_heads (4)"),
+        ({"settings": {"num_key_value_heads": 3}}, "model.num_heads is 2; it must be a multiple of model.settings"),
+        ({"model_type": "phimoe", "top_k": 3, "settings": {}}, "model.top_k is 3; it must be 2 in a phimoe"),
+        ({"model_type": "deepseek_v3", "settings": {"n_group": 4}}, "model.num_experts is 6; it must be a multiple of"),
+        (
+            {"model_type": "deepseek_v3", "top_k": 4, "settings": {"n_group": 2, "topk_group": 1}},
+            "model.top_k is 4; it must be at most 3, the experts of",
+        ),
         ({"bias_update_rate": 0.1}, "routers of qwen2_moe have no bias that balances them"),
         ({"bias_update_rate": -1.0}, "model.bias_update_rate is -1.0"),
     ],

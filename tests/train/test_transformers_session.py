@@ -45,8 +45,10 @@ DEEPSEEK = TransformersConfig(
         "v_head_dim": 8,
     },
 )
+#: Its router draws experts at random; without jitter it takes the largest.
+PHI = TransformersConfig(model_type="phimoe", **SMALL, settings={"attention_bias": True, "router_jitter_noise": 0.0})
 #: Norms and softmax compute in float32 whatever the model's type, so that the order of additions shows.
-RTOL = {"qwen2_moe": 1e-6, "deepseek_v3": 1e-5}
+RTOL = {"qwen2_moe": 1e-6, "deepseek_v3": 1e-5, "phimoe": 1e-9}
 
 
 def _config(directory: Path, model: TransformersConfig, **changes: Any) -> RunConfig:
@@ -59,7 +61,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     directory = tmp_path_factory.mktemp("families")
     write_text(directory)
     runs = {}
-    for model in (QWEN, DEEPSEEK):
+    for model in (QWEN, DEEPSEEK, PHI):
         config = _config(directory, model, policy=PolicyConfig(name="ep"))
         runs[model.model_type] = train_on_ranks(1, config, directory / model.model_type)
     return directory, runs
@@ -82,6 +84,7 @@ def _change(config: RunConfig, how: str) -> RunConfig:
         (QWEN, 2, "checkpoint_blocks"),
         (DEEPSEEK, 2, "themis"),
         (DEEPSEEK, 2, "fully_shard"),
+        (PHI, 2, "checkpoint_blocks"),
     ],
 )
 def test_losses_do_not_depend_on_how_it_runs(

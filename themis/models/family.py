@@ -38,6 +38,15 @@ def architecture(path: Path) -> tuple[Any, Any]:
     return builder, config
 
 
+def causal_lm_class(config: Any) -> Any:
+    """The causal language model of a family's `config`, None where it has none."""
+    require_transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
+
+
 def build_on_meta(builder: Any, config: Any, dtype: torch.dtype) -> Any:
     """The model of class `builder` on the meta device, its tensors of the types that transformers would load."""
     with torch.device("meta"):

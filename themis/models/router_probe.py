@@ -32,6 +32,8 @@ class RouterProbe:
         self._logits_index = logits_index
         self._logits_TE: Tensor | None = None
         self._hidden: Tensor | None = None
+        self._route = router.forward
+        router.forward = self._in_own_type
         router.register_forward_hook(self._after_router)
         experts.register_forward_pre_hook(self._before_experts, with_kwargs=True)
         experts.register_forward_hook(self._after_experts)
@@ -53,6 +55,11 @@ class RouterProbe:
         sign_E = np.sign(self._load_E.mean() - self._load_E)
         bias_E += torch.as_tensor(rate * sign_E, dtype=bias_E.dtype, device=bias_E.device)
         self._load_E = None
+
+    def _in_own_type(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The router's forward in the type of its parameters: autocast would round its scores to bfloat16."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self._route(hidden.to(next(self.router.parameters()).dtype), *args, **kwargs)
 
     def _after_router(self, _: nn.Module, __: object, output: Any) -> None:
         if self.recording:
@@ -82,8 +89,9 @@ class RouterProbe:
         if not self.empty:
             return None
         assert self._hidden is not None
+        hidden, self._hidden = self._hidden, None
         # Behind the experts' output of no rows, so that the backward, too, takes part in every exchange.
-        return torch.cat([output, torch.zeros_like(self._hidden)])
+        return torch.cat([output, torch.zeros_like(hidden)])
 
 
 def find_probes(model: nn.Module) -> list[RouterProbe]:

@@ -65,6 +65,9 @@ class TransformersConfig:
         for name in ("aux_loss_weight", "z_loss_weight", "bias_update_rate"):
             require(getattr(self, name) >= 0, f"model.{name}", getattr(self, name), "0 or more")
         require(self.top_k <= self.num_experts, "model.top_k", self.top_k, f"at most {self.num_experts}, num_experts")
+        if "head_dim" not in self.settings:  # rotary positions turn a head's numbers in pairs
+            right = f"a multiple of 2 * model.num_heads ({2 * self.num_heads})"
+            require(self.width % (2 * self.num_heads) == 0, "model.width", self.width, right)
 
     def family(self) -> Any:
         """The family's own configuration. ConfigError for an unknown family or setting, or a value it refuses."""
@@ -88,11 +91,28 @@ class TransformersConfig:
                 name not in values or name == "num_key_value_heads", "model.settings", name, "given as its own flag"
             )
         try:
-            return kind(**values | self.settings)
+            family = kind(**values | self.settings)
         except Exception as error:  # its checks raise errors of several packages' own
             raise ConfigError(
                 f"{kind.__name__} refuses these settings: {' '.join(str(error).split())[:200]}"
             ) from error
+        self._check(family)
+        return family
+
+    def _check(self, family: Any) -> None:
+        """ConfigError for what the family would compute wrongly without a word, or in the middle of a run."""
+        key_heads = getattr(family, "num_key_value_heads", None) or self.num_heads
+        right = f"a multiple of model.settings.num_key_value_heads ({key_heads})"
+        require(self.num_heads % key_heads == 0, "model.num_heads", self.num_heads, right)
+        if self.model_type == "phimoe":  # its sparse mixer draws two experts, whatever the configuration says
+            require(self.top_k == 2, "model.top_k", self.top_k, "2 in a phimoe")
+        groups = getattr(family, "n_group", None) or 1
+        right = f"a multiple of model.settings.n_group ({groups})"
+        require(self.num_experts % groups == 0, "model.num_experts", self.num_experts, right)
+        if groups > 1:
+            reach = self.num_experts // groups * family.topk_group
+            right = f"at most {reach}, the experts of model.settings.topk_group ({family.topk_group}) groups"
+            require(self.top_k <= reach, "model.top_k", self.top_k, right)
 
 
 def _arguments_of(kind: type[Any]) -> set[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from themis.core.errors import ConfigError
-from themis.models.family import build_on_meta
+from themis.models.family import build_on_meta, causal_lm_class
 from themis.models.output import LMOutput, with_losses
 from themis.models.router_probe import find_probes
 from themis.models.transformers_config import TransformersConfig
@@ -26,13 +26,12 @@ class TransformersLM(nn.Module):
 
     def __init__(self, config: TransformersConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
         family = config.family()
-        if type(family) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        builder = causal_lm_class(family)
+        if builder is None:
             raise ConfigError(f"model.model_type is {config.model_type!r}, which has no causal language model")
         self.config = config
-        self.model: Any = build_on_meta(MODEL_FOR_CAUSAL_LM_MAPPING[type(family)], family, dtype).train()
+        self.model: Any = build_on_meta(builder, family, dtype).train()
         if config.checkpoint_blocks:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._probes = find_probes(self.model)
