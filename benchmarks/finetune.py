@@ -71,7 +71,7 @@ def batch(data: torch.Tensor, step: int, rows: slice) -> torch.Tensor:
     return torch.stack([data[start : start + LENGTH] for start in starts[rows]]).long()
 
 
-def train(model: Any, data: torch.Tensor, steps: int, rows: slice, *, lr: float = 1e-3) -> tuple[list[float], float]:
+def train(model: Any, data: torch.Tensor, steps: int, rows: slice, *, lr: float = 1e-4) -> tuple[list[float], float]:
     """The loss of each step over all ranks, and the tokens a second of all ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses, began_s = [], 0.0
@@ -96,8 +96,10 @@ def train(model: Any, data: torch.Tensor, steps: int, rows: slice, *, lr: float 
 
 
 def pretrain(rank: int, path: Path, steps: int) -> float:
-    """Make the directory; returns the last loss."""
+    """Make the directory, and the documents beside it, which may change meanwhile; returns the last loss."""
     del rank
+    path.mkdir()
+    (path / "documents").write_bytes(bytes(text("documents").tolist()))
     torch.manual_seed(0)
     model: Any = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SHAPE))
     losses, _ = train(model, text("sources"), steps, slice(None), lr=2e-3)
@@ -107,7 +109,7 @@ def pretrain(rank: int, path: Path, steps: int) -> float:
 
 def finetune(rank: int, path: Path, way: str, dtype: torch.dtype, steps: int) -> dict[str, Any]:
     """One run of a way on this rank."""
-    data = text("documents")
+    data = torch.tensor(list((path / "documents").read_bytes()), dtype=torch.uint8)
     torch.set_num_threads(2 if way.endswith("two threads") else 1)
     torch.mm(torch.ones(8, 8), torch.ones(8, 8)).sum()  # what torch allocates once is no one's
     before = reset_peak()
