@@ -150,6 +150,19 @@ def _without(key: str) -> Any:
     return change
 
 
+def _renamed(old: str, new: str) -> Any:
+    def change(path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        save_file({key.replace(old, new): tensor for key, tensor in tensors.items()}, path / "model.safetensors")
+
+    return change
+
+
+def _doubled(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"norm.weight": torch.ones(32)}, path / "model.safetensors")
+
+
 def _reshaped(path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(3)
@@ -181,6 +194,11 @@ DAMAGES = {
         _without("model.layers.0.block_sparse_moe.experts.3.w1.weight"),
         "of 7 tensors like .*; of 8 experts' either one each or one for all",
     ),
+    "another expert in its stead": (
+        _renamed("layers.0.block_sparse_moe.experts.3.w1", "layers.0.block_sparse_moe.experts.9.w1"),
+        "of 8 tensors like .*; of 8 experts' either one each or one for all",
+    ),
+    "a tensor twice": (_doubled, r"both 'model.norm.weight' and 'norm.weight' for model.norm.weight; drop one"),
     "another shape": (_reshaped, r"model\.norm\.weight as \[3\]; by its config.json it would be \[32\]"),
     "quantised": (_config(quantization_config={"quant_method": "fp8"}), "quantised weights .fp8.; give an unquantised"),
     "unknown architecture": (_config(architectures=["Nope"]), r"architectures \['Nope'\]; exactly one"),

@@ -84,6 +84,11 @@ class ImportPlan:
             return
         rule = self._by_pattern[pattern] if pattern is not None else None
         target = self.targets.setdefault(name, Target(name, rule))
+        if rule is None and target.keys_of:
+            (other,) = target.keys_of
+            raise ConfigError(
+                f"{str(self.directory.path)!r} has both {other!r} and {key!r} for {name}; drop one by name"
+            )
         target.keys_of.setdefault(pattern or key, []).append(key)
 
     def used(self) -> list[Any]:
@@ -99,7 +104,7 @@ class ImportPlan:
         """The part of expert `e`, [1, ...], in the stacked tensors of `target`, by name."""
         tensors_of = {}
         for pattern, keys in target.keys_of.items():
-            if len(keys) == num_experts:
+            if len(keys) == num_experts and (num_experts == 1 or str(e) in keys[e].split(".")):
                 tensors_of[pattern] = [self.directory.read(keys[e])]
             elif len(keys) == 1 and self.directory.shape(keys[0])[:1] == (num_experts,):
                 tensors_of[pattern] = [self.directory.read(keys[0], row=e)]
