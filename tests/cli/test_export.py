@@ -89,4 +89,4 @@ def test_what_cannot_be_exported_is_told_in_a_line(run_dir: Path, tmp_path: Path
         assert message in line.lower() or message in line
         assert "\n" not in line
     assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob("*.tmp*"))

@@ -169,6 +169,12 @@ def _reshaped(path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
+def _quantised(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, path / "model.safetensors")
+
+
 def _config(**entries: object) -> Any:
     def change(path: Path) -> None:
         record = json.loads((path / "config.json").read_text())
@@ -201,6 +207,7 @@ DAMAGES = {
     "a tensor twice": (_doubled, r"both 'model.norm.weight' and 'norm.weight' for model.norm.weight; drop one"),
     "another shape": (_reshaped, r"model\.norm\.weight as \[3\]; by its config.json it would be \[32\]"),
     "quantised": (_config(quantization_config={"quant_method": "fp8"}), "quantised weights .fp8.; give an unquantised"),
+    "a quantised tensor": (_quantised, r"model\.norm\.weight as torch\.float8_e4m3fn, a quantised form"),
     "unknown architecture": (_config(architectures=["Nope"]), r"architectures \['Nope'\]; exactly one"),
     "unknown model type": (_config(model_type="nope"), "names no model of transformers"),
     "index out of the directory": (_index({"a": "../model.safetensors"}), "no weight_map from tensors to files beside"),
@@ -220,8 +227,48 @@ def test_a_directory_that_is_not_whole_is_refused(tmp_path: Path, damage: str) -
 
 
 def test_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist; name a local directory"):
+    with pytest.raises(ConfigError, match="is no directory here; name a local directory"):
         themis.from_pretrained(tmp_path / "none")
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": torch.int8}, "dtype is torch.int8; it must be torch.float32"),
+    ({"dtype": "bf16"}, "dtype is 'bf16'; it must be torch.float32"),
+    ({"path": None}, "path is None; it must be the path of a local model directory"),
+    ({"drop": "nothing"}, "drop is 'nothing', which matches none"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        themis.from_pretrained(**{"path": _directory(tmp_path / "model"), **arguments})
+
+
+def test_names_of_types_and_no_reading_under_meta(tmp_path: Path) -> None:
+    path = _directory(tmp_path / "model")
+    model = themis.from_pretrained(path, dtype="bfloat16")
+    with pytest.raises(ConfigError, match="dtype is 'bf16'"):
+        themis.export(model, tmp_path / "out", dtype="bf16")
+    executor_of(model).close()
+    with torch.device("meta"), pytest.raises(ConfigError, match="call Themis after the `with` block"):
+        themis.from_pretrained(path)
+
+
+def test_export_leaves_what_stands_beside(tmp_path: Path) -> None:
+    """Also in a folder that is made for it, under a name with spaces, relative to here."""
+    beside = tmp_path / "out.tmp"
+    beside.mkdir()
+    (beside / "mine").touch()
+    model = themis.from_pretrained(_directory(tmp_path / "model"))
+    themis.export(model, tmp_path / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        themis.export(model, "new folder/x y/")
+    executor_of(model).close()
+    assert first_difference(tmp_path / "out", tmp_path / "new folder/x y") is None
+    assert (beside / "mine").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "new folder", "out", "out.tmp"]
 
 
 def test_what_has_no_slot_is_refused_unless_dropped(tmp_path: Path) -> None:

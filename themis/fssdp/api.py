@@ -122,6 +122,8 @@ def _check_arguments(model: nn.Module, topology: object, policy: object, mixed_p
     require(known, "policy", policy, "a policy such as themis.Themis() or themis.EP()")
     typed = mixed_precision is None or isinstance(mixed_precision, MixedPrecision)
     require(typed, "mixed_precision", mixed_precision, "a themis.MixedPrecision(param_dtype, reduce_dtype)")
+    if torch.get_default_device().type == "meta":
+        raise ConfigError('under torch.device("meta") build the model alone; call Themis after the `with` block')
     if hasattr(model, _ATTRIBUTE):
         raise ConfigError("the model has been parallelized before; build a new one")
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import final
+from uuid import uuid4
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,20 +21,20 @@ from themis.models.model_directory import INDEX, WEIGHTS
 class DirectoryWriter:
     """Takes tensors in pieces and writes them to safetensors files of at most `max_file_bytes`, where tensors allow it.
 
-    All goes into `path`.tmp, which becomes `path` at the end. ConfigError where `path` is there already.
+    All goes into a new directory beside `path`, which becomes `path` at the end. ConfigError where `path` is there
+    already.
     """
 
     def __init__(self, path: Path, max_file_bytes: int) -> None:
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise ConfigError(f"{str(path)!r} exists; name a new directory to write the model to")
         self.path = path
-        self._scratch = path.with_name(path.name + ".tmp")
+        self._scratch = path.with_name(f"{path.name}.tmp-{uuid4().hex[:8]}")
         self._max_file_bytes = max_file_bytes
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._files: list[list[str]] = []
         self._total_bytes = 0
-        shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir(parents=True)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:

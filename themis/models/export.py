@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from themis.comm.collectives import all_reduce_max, exchange
 from themis.comm.mesh import Mesh
-from themis.core.errors import CheckpointError
+from themis.core.errors import CheckpointError, require
 from themis.fssdp import executor_of
 from themis.fssdp.expert_shard import ExpertShard
 from themis.models.directory_writer import DirectoryWriter
+from themis.models.family import floating_type
 from themis.models.slots import Slots, family_class, family_root
 from themis.moe.interface import BANK
 
@@ -30,7 +31,7 @@ def export(
     model: nn.Module,
     path: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     drop: Sequence[str] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -44,6 +45,8 @@ def export(
     there whole or not at all.
     """
     mesh = executor_of(model).mesh
+    dtype = floating_type("dtype", dtype)
+    require(max_file_bytes > 0, "max_file_bytes", max_file_bytes, "above zero")
     prefix, root = family_root(model)
     slots = Slots(root, dtype)
     banks = {name: module for name, module in root.named_modules() if BANK in module._modules}

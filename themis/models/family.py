@@ -10,13 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from themis.core.errors import ConfigError
+from themis.core.errors import ConfigError, require
 
 
 def require_transformers() -> None:
     """ConfigError, with what to install, where transformers is missing."""
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("models of transformers need that package: pip install 'themis-moe[hf]'")
+
+
+def floating_type(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The type that argument `name` means, None where none is given; ConfigError unless it is one to train in."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    wide = isinstance(found, torch.dtype) and found.is_floating_point and torch.finfo(found).bits >= 16
+    require(dtype is None or wide, name, dtype, "torch.float32, torch.bfloat16 or another floating-point type")
+    return found
 
 
 def architecture(path: Path) -> tuple[Any, Any]:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from themis.core.errors import ConfigError
+from themis.core.errors import ConfigError, require
 from themis.fssdp import WeightSource, parallelize
 from themis.fssdp.adapters import MoESite
 from themis.fssdp.weights import begin_initialisation
-from themis.models.family import architecture, build_on_meta, require_transformers
+from themis.models.family import architecture, build_on_meta, floating_type, require_transformers
 from themis.models.model_directory import ModelDirectory
 from themis.models.tensors import dense_tensors, stacked_shapes
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def from_pretrained(
-    path: str | Path, *, dtype: torch.dtype | None = None, drop: Sequence[str] = (), **options: Any
+    path: str | Path, *, dtype: torch.dtype | str | None = None, drop: Sequence[str] = (), **options: Any
 ) -> nn.Module:
     """The transformers model of the local directory `path`, parallelized, in training mode; a collective.
 
@@ -31,6 +31,7 @@ def from_pretrained(
     are left out; options: those of `themis.parallelize`. A rank never holds more than its own part and one expert.
     ConfigError for a directory that is not whole or does not fit the model.
     """
+    dtype = floating_type("dtype", dtype)
     weights = PretrainedWeights(path, drop=drop)
     builder, config = architecture(Path(path))
     model = build_on_meta(builder, config, dtype or config.dtype or torch.float32)
@@ -48,6 +49,7 @@ class PretrainedWeights(WeightSource):
 
     def __init__(self, path: str | Path, *, drop: Sequence[str] = ()) -> None:
         require_transformers()
+        require(isinstance(path, str | Path), "path", path, "the path of a local model directory")
         self._directory = ModelDirectory(Path(path))
         self._drop = drop
 
@@ -93,6 +95,11 @@ class PretrainedWeights(WeightSource):
         return found
 
     def _copy(self, name: str, slot: Tensor, value: Tensor) -> None:
+        small = value.is_floating_point() and torch.finfo(value.dtype).bits < 16
+        if small or value.is_floating_point() != slot.is_floating_point():
+            raise ConfigError(
+                f"{str(self._directory.path)!r} has {name} as {value.dtype}, a quantised form; give an unquantised copy"
+            )
         if slot.shape != value.shape:
             raise ConfigError(
                 f"{str(self._directory.path)!r} has {name} as {list(value.shape)}; by its config.json it would be "

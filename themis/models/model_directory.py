@@ -25,7 +25,7 @@ class ModelDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_dir():
-            raise ConfigError(f"model directory {str(path)!r} does not exist; name a local directory of a model")
+            raise ConfigError(f"model directory {str(path)!r} is no directory here; name a local directory of a model")
         self.config = _read_json(path / "config.json")
         if "quantization_config" in self.config:
             raise ConfigError(

@@ -36,7 +36,7 @@ def matching(patterns: Sequence[str], names: Iterable[str], where: str) -> set[s
     """Those of `names` that one of the shell-style `patterns` matches; ConfigError for one that matches none."""
     names = list(names)
     found = set()
-    for pattern in patterns:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         hits = {name for name in names if fnmatchcase(name, pattern)}
         if not hits:
             raise ConfigError(f"drop is {pattern!r}, which matches none of the tensors that {where}")
