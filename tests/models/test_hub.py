@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import themis
-from themis.core.errors import CheckpointError, ConfigError
+from themis.core.errors import CheckpointError, ConfigError, PeerError
 from themis.fssdp import executor_of
 from themis.models import GPTMoE, GPTMoEConfig
+from themis.models.directory_writer import DirectoryWriter
+from themis.models.hub import PretrainedWeights
 from themis.models.model_directory import ModelDirectory
 from themis.testing.ranks import run_ranks
 
@@ -185,6 +190,7 @@ def _config(**entries: object) -> Any:
 
 def _index(weight_map: object) -> Any:
     def change(path: Path) -> None:
+        (path / "model.safetensors").rename(path / "whole.safetensors")
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
     return change
@@ -210,9 +216,9 @@ DAMAGES = {
     "a quantised tensor": (_quantised, r"model\.norm\.weight as torch\.float8_e4m3fn, a quantised form"),
     "unknown architecture": (_config(architectures=["Nope"]), r"architectures \['Nope'\]; exactly one"),
     "unknown model type": (_config(model_type="nope"), "names no model of transformers"),
-    "index out of the directory": (_index({"a": "../model.safetensors"}), "no weight_map from tensors to files beside"),
+    "index out of the directory": (_index({"a": "../whole.safetensors"}), "no weight_map from tensors to files beside"),
     "index of a missing file": (_index({"a": "b.safetensors"}), "not a whole safetensors file"),
-    "index of a missing tensor": (_index({"a": "model.safetensors"}), "lacks a, which"),
+    "index of a missing tensor": (_index({"a": "whole.safetensors"}), "lacks a, which"),
 }
 
 
@@ -337,6 +343,55 @@ def _fail(rank: int, path: Path) -> str:
     finally:
         executor_of(model).close()
     return ""
+
+
+def _slow(rank: int, path: Path) -> str:
+    """Reading takes one rank longer than the limit, then writing takes rank 0 longer."""
+    fill, write = PretrainedWeights.fill, DirectoryWriter.finish
+
+    def slow_fill(*arguments: Any) -> None:
+        time.sleep(5.0 if rank == 1 else 0.0)
+        fill(*arguments)
+
+    def slow_write(self: DirectoryWriter) -> None:
+        time.sleep(5.0)
+        write(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PretrainedWeights, "fill", slow_fill)
+        patch.setattr(DirectoryWriter, "finish", slow_write)
+        model = themis.from_pretrained(path, timeout_s=3.0)
+        themis.export(model, path.parent / "out")
+    executor_of(model).close()
+    return "done"
+
+
+def test_a_slow_disk_is_waited_for(tmp_path: Path) -> None:
+    assert run_ranks(2, _slow, _directory(tmp_path / "model")) == ["done", "done"]
+
+
+def _dies_reading(rank: int, path: Path, how: str) -> str:
+    def die(*_: object) -> None:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ConfigError("a damaged shard")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(PretrainedWeights, "fill", die)
+        try:
+            themis.from_pretrained(path, timeout_s=5.0)
+        except (PeerError, ConfigError) as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["kill", "error"])
+def test_a_rank_that_cannot_read_is_named(tmp_path: Path, how: str) -> None:
+    outcomes = run_ranks(2, _dies_reading, _directory(tmp_path / "model"), how, return_errors=True)
+    assert "rank 1" in outcomes[0].value
+    if how == "error":
+        assert outcomes[1].value == "a damaged shard"
 
 
 def test_where_rank_0_cannot_write_every_rank_says_so(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from themis.comm.communicator import Communicator
 from themis.comm.mesh import Mesh
+from themis.comm.together import work_together
 from themis.core.cost import LayerCost
-from themis.core.errors import ConfigError, require
+from themis.core.errors import ConfigError, PeerError, require
 from themis.core.placement import even_owner
 from themis.core.topology import Topology
 from themis.fssdp.adapters import MoESite, find_sites
@@ -83,7 +84,9 @@ def parallelize(
         _take_parameters(model, sites, watch, whole=meta)
         layers = [_shard_site(i, site, chosen, precision, mesh, communicator, speed) for i, site in enumerate(sites)]
         if meta:
-            give_values(model, sites, mesh.device, weights if weights is not None else FreshWeights())
+            source = weights if weights is not None else FreshWeights()
+            if failed := work_together(mesh, lambda: give_values(model, sites, mesh.device, source)):
+                raise PeerError(f"rank {failed[0]} could not give the model its values", failed)
         executor = Executor(mesh, communicator, chosen, layers, watch)
         watch.on_step = executor.end_iteration
         _install(model, sites, executor)

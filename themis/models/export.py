@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from themis.comm.collectives import all_reduce_max, exchange
+from themis.comm.collectives import exchange
 from themis.comm.mesh import Mesh
+from themis.comm.together import work_together
 from themis.core.errors import CheckpointError, require
 from themis.fssdp import executor_of
 from themis.fssdp.expert_shard import ExpertShard
@@ -104,20 +105,16 @@ def write_pieces(
 
 
 def _on_rank_0(mesh: Mesh, path: Path, action: Callable[[], None]) -> None:
-    """Run `action` on rank 0; where it fails, every rank raises."""
-    failure: Exception | None = None
-    if mesh.rank == 0:
+    """Run `action` on rank 0, however long a disk takes; where it fails, every rank raises."""
+
+    def act() -> None:
         try:
             with torch.no_grad():
                 action()
-        except Exception as error:
-            failure = error
-    failed = all_reduce_max(mesh, torch.tensor([0 if failure is None else 1]))
-    if isinstance(failure, OSError):
-        raise CheckpointError(f"{str(path)!r} cannot be written: {failure.strerror or failure}") from failure
-    if failure is not None:
-        raise failure
-    if failed.item():
+        except OSError as error:
+            raise CheckpointError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+
+    if work_together(mesh, act if mesh.rank == 0 else None):
         raise CheckpointError(f"rank 0 could not write {str(path)!r}")
 
 

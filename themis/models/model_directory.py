@@ -66,10 +66,10 @@ class ModelDirectory:
 
     def _locate(self) -> dict[str, str]:
         """The file of each tensor, every file there and every tensor in it."""
-        if not (self.path / INDEX).is_file():
-            if not (self.path / WEIGHTS).is_file():
-                raise ConfigError(f"model directory {str(self.path)!r} has neither {WEIGHTS} nor {INDEX}")
+        if (self.path / WEIGHTS).is_file():  # which transformers, too, prefers
             return dict.fromkeys(_open(self.path / WEIGHTS).keys(), WEIGHTS)
+        if not (self.path / INDEX).is_file():
+            raise ConfigError(f"model directory {str(self.path)!r} has neither {WEIGHTS} nor {INDEX}")
         weight_map = _read_json(self.path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(_is_plain(name) for name in weight_map.values()):
             raise ConfigError(f"{str(self.path / INDEX)!r} has no weight_map from tensors to files beside it")

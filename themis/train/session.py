@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from themis.comm.collectives import all_reduce_sum
 from themis.comm.mesh import Mesh
+from themis.comm.together import work_together
 from themis.core.errors import ConfigError
 from themis.fssdp import MixedPrecision, parallelize, step_report
 from themis.fssdp.api import executor_of
@@ -40,9 +40,6 @@ from themis.train.state import (
     restore_random,
 )
 from themis.train.trainer import Hooks, Trainer
-
-#: How often ranks hear whether rank 0 has prepared the data.
-_POLL_S = 0.2
 
 
 def run(config: RunConfig, run_dir: Path, place: Place, observer: Observer, *, resume: bool) -> Summary | None:
@@ -73,26 +70,7 @@ def shared_corpus(config: RunConfig, run_dir: Path, mesh: Mesh) -> Corpus:
     one cannot see what rank 0 has written.
     """
     directory = run_dir / "data"
-    state = torch.zeros(1, device=mesh.device)
-    failure: list[BaseException] = []
-
-    def prepare_data() -> None:
-        try:
-            prepare(config.data, directory)
-        except BaseException as error:
-            failure.append(error)
-
-    worker = threading.Thread(target=prepare_data, name="themis-prepare", daemon=True)
-    if mesh.rank == 0:
-        worker.start()
-    while not state.item():
-        if mesh.rank == 0:
-            worker.join(_POLL_S)
-            state[0] = 0 if worker.is_alive() else 2 if failure else 1
-        all_reduce_sum(mesh, state)
-    if failure:
-        raise failure[0]
-    if state.item() == 2:
+    if work_together(mesh, (lambda: prepare(config.data, directory)) if mesh.rank == 0 else None):
         raise ConfigError("rank 0 could not prepare the data")
     if not is_prepared(config.data, directory):
         raise ConfigError(
