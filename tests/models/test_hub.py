@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -241,6 +242,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.int8}, "dtype is torch.int8; it must be torch.float32"),
     ({"dtype": "bf16"}, "dtype is 'bf16'; it must be torch.float32"),
     ({"path": None}, "path is None; it must be the path of a local model directory"),
+    ({"drop": 3}, "drop is 3; it must be a list of shell-style patterns"),
+    ({"device": "cpu"}, "device is 'cpu'; it must be a torch.device with memory"),
+    ({"device": torch.device("meta")}, "it must be a torch.device with memory"),
     ({"drop": "nothing"}, "drop is 'nothing', which matches none"),
 ]
 
@@ -259,6 +263,27 @@ def test_names_of_types_and_no_reading_under_meta(tmp_path: Path) -> None:
     executor_of(model).close()
     with torch.device("meta"), pytest.raises(ConfigError, match="call Themis after the `with` block"):
         themis.from_pretrained(path)
+
+
+def test_what_export_cannot_do_is_told_in_a_line(tmp_path: Path) -> None:
+    model = themis.from_pretrained(_directory(tmp_path / "model"))
+    wrong: Any = [None, 3, "a\0b"]
+    for path in wrong:
+        with pytest.raises(ConfigError, match="it must be the path of a new directory"):
+            themis.export(model, path)
+    with pytest.raises(ConfigError, match="max_file_bytes is 0; it must be a whole number of bytes above zero"):
+        themis.export(model, tmp_path / "out", max_file_bytes=0)
+    for error in (SafetensorError("no space\nleft"), OSError(28, "no space left"), ValueError("no space left")):
+
+        def full(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("themis.models.directory_writer.save_file", full)
+            with pytest.raises(CheckpointError, match="cannot be written: no space left"):
+                themis.export(model, tmp_path / "out")
+    executor_of(model).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_export_leaves_what_stands_beside(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def parallelize(
     chosen = policy if policy is not None else Themis()
     precision = mixed_precision if mixed_precision is not None else MixedPrecision()
     require(meta or device is None, "device", device, "None with a model that is on a device already")
+    real = device is None or (isinstance(device, torch.device) and device.type != "meta")
+    require(real, "device", device, "a torch.device with memory")
     place = device if meta else next(model.parameters()).device
     mesh = Mesh.create(topology, device=place, timeout_s=timeout_s)
     speed = flops_per_s if flops_per_s is not None else NOMINAL_FLOPS_PER_S.get(mesh.device.type, 50e9)

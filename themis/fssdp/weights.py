@@ -91,7 +91,7 @@ def give_values(model: nn.Module, sites: Sequence[MoESite], device: torch.device
     """Give every tensor of `model` memory on `device` and its values from `weights`; ConfigError where one has none."""
     _materialise(model, device)
     weights.fill(model, sites)
-    _require_values(model)
+    _require_values(model, type(weights).__name__)
 
 
 @torch.no_grad()
@@ -115,13 +115,13 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
                     tensors[name] = on_device(tensor)
 
 
-def _require_values(model: nn.Module) -> None:
+def _require_values(model: nn.Module, source: str) -> None:
     """ConfigError where a tensor of `model` is still without values."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise ConfigError(
-                f"{name} of the model ({type(model).__name__}) was given no value, or NaN; initialize_weights() may "
-                "pass it over: build the model with its values, not on the meta device"
+                f"{name} of the model ({type(model).__name__}) was given no value, or NaN, by its {source}; give one "
+                "that has it, or build the model with its values rather than on the meta device"
             )
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from themis.comm.collectives import exchange
 from themis.comm.mesh import Mesh
 from themis.comm.together import work_together
-from themis.core.errors import CheckpointError, require
+from themis.core.errors import CheckpointError, ThemisError, is_whole, require
 from themis.fssdp import executor_of
 from themis.fssdp.expert_shard import ExpertShard
 from themis.models.directory_writer import DirectoryWriter
@@ -47,7 +48,8 @@ def export(
     """
     mesh = executor_of(model).mesh
     dtype = floating_type("dtype", dtype)
-    require(max_file_bytes > 0, "max_file_bytes", max_file_bytes, "above zero")
+    require(isinstance(path, str | Path) and "\0" not in str(path), "path", path, "the path of a new directory")
+    require(is_whole(max_file_bytes, 1), "max_file_bytes", max_file_bytes, "a whole number of bytes above zero")
     prefix, root = family_root(model)
     slots = Slots(root, dtype)
     banks = {name: module for name, module in root.named_modules() if BANK in module._modules}
@@ -111,8 +113,11 @@ def _on_rank_0(mesh: Mesh, path: Path, action: Callable[[], None]) -> None:
         try:
             with torch.no_grad():
                 action()
-        except OSError as error:
-            raise CheckpointError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+        except ThemisError:
+            raise
+        except (OSError, SafetensorError, ValueError) as error:  # a configuration may be one that is not saved
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+            raise CheckpointError(f"{str(path)!r} cannot be written: {reason}") from error
 
     if work_together(mesh, act if mesh.rank == 0 else None):
         raise CheckpointError(f"rank 0 could not write {str(path)!r}")

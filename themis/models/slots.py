@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import DDP
 from torch.distributed.fsdp import FSDPModule
 
-from themis.core.errors import ConfigError
+from themis.core.errors import ConfigError, require
 from themis.models.family import build_on_meta
 
 
@@ -35,8 +35,11 @@ def family_class(root: Any) -> Any:
 def matching(patterns: Sequence[str], names: Iterable[str], where: str) -> set[str]:
     """Those of `names` that one of the shell-style `patterns` matches; ConfigError for one that matches none."""
     names = list(names)
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    valid = isinstance(listed, Sequence) and all(isinstance(pattern, str) for pattern in listed)
+    require(valid, "drop", patterns, "a list of shell-style patterns")
     found = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    for pattern in listed:
         hits = {name for name in names if fnmatchcase(name, pattern)}
         if not hits:
             raise ConfigError(f"drop is {pattern!r}, which matches none of the tensors that {where}")
