@@ -129,6 +129,9 @@ def test_killed_at_random_steps_and_resumed(uninterrupted, tmp_path):
 def test_a_stop_signal_reaches_every_rank(tmp_path, every, hint):
     process = start(tmp_path, *RUN, "run", "--steps", "1000", "--checkpoint.every", every)
     wait_for_step(tmp_path / "run", 2)
+    deadline = time.monotonic() + 60  # the first checkpoint is written in the background
+    while every == "1" and not (tmp_path / "run/checkpoints/latest").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     workers = workers_of(process.pid)
     process.send_signal(signal.SIGTERM)
     status, _, err = finish(process)
