@@ -233,6 +233,13 @@ def test_a_directory_that_is_not_whole_is_refused(tmp_path: Path, damage: str) -
     assert "\n" not in str(caught.value)
 
 
+def test_tied_tensors_that_differ_are_refused(tmp_path: Path) -> None:
+    path = _directory(tmp_path / "model")
+    _config(tie_word_embeddings=True)(path)
+    with pytest.raises(ConfigError, match="with different values; by its config"):
+        themis.from_pretrained(path)
+
+
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no directory here; name a local directory"):
         themis.from_pretrained(tmp_path / "none")

@@ -45,11 +45,11 @@ def _arguments(directory: Path, per_device: int, save_strategy: str = "no") -> A
     )
 
 
-def train(directory: Path, per_device: int) -> None:
+def train(directory: Path, per_device: int, dense: Any = "replicate") -> None:
     """What each rank runs; rank 0 leaves the log, all leave the model."""
     arguments = _arguments(directory, per_device)
     model = build_tiny("mixtral", dtype=torch.float64)
-    themis.parallelize(model, policy=ScriptedPolicy(2))
+    themis.parallelize(model, policy=ScriptedPolicy(2), dense=dense)
     draw = torch.Generator().manual_seed(0)
     windows = torch.randint(3, 128, (24, 9), generator=draw)
     data = [{"input_ids": window, "labels": window} for window in windows]
@@ -63,9 +63,10 @@ def train(directory: Path, per_device: int) -> None:
     executor_of(model).close()
 
 
-def _run(directory: Path, world_size: int) -> list[dict[str, float]]:
+def _run(directory: Path, world_size: int, dense: str = "replicate") -> list[dict[str, float]]:
     directory.mkdir()
-    code = f"from pathlib import Path; from {__name__} import train; train(Path({str(directory)!r}), {4 // world_size})"
+    call = f"train(Path({str(directory)!r}), {4 // world_size}, {dense!r})"
+    code = f"from pathlib import Path; from {__name__} import train; {call}"
     script = directory / "run.py"
     script.write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
@@ -85,9 +86,10 @@ def _run(directory: Path, world_size: int) -> list[dict[str, float]]:
 def test_two_ranks_train_as_one_process(tmp_path: Path) -> None:
     """Accumulation, clipping that bites, evaluation; the learning rate's course is Trainer's own."""
     alone, pair = _run(tmp_path / "alone", 1), _run(tmp_path / "pair", 2)
+    sharded = _run(tmp_path / "sharded", 2, "fully_shard")
     assert len(alone) == len(pair) == 7  # four steps, two evaluations, the summary
-    for wanted, got in zip(alone, pair, strict=True):
-        assert got == pytest.approx(wanted, rel=1e-4)  # Trainer rounds what it logs
+    for wanted, *others in zip(alone, pair, sharded, strict=True):
+        assert all(got == pytest.approx(wanted, rel=1e-4) for got in others)  # Trainer rounds what it logs
     before, after = stored_tensors(tmp_path / "alone/model"), stored_tensors(tmp_path / "pair/model")
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-9
 

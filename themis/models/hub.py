@@ -74,10 +74,18 @@ class PretrainedWeights(WeightSource):
         model._weight_conversions = plan.used()
 
     def _fill_dense(self, plan: ImportPlan, targets: list[Target], dense: dict[str, Tensor]) -> set[str]:
-        filled = set()
+        filled: set[str] = set()
+        first: dict[int, str] = {}
         for target in targets:
             for name, value in plan.read(target).items():
-                self._copy(name, dense[name], value)
+                slot = dense[name]
+                other = first.setdefault(id(slot), name)
+                if other != name and not torch.equal(slot, value.to(slot.dtype)):
+                    raise ConfigError(
+                        f"{str(self._directory.path)!r} has {other} and {name} with different values; by its "
+                        "config.json they are one: drop one by name, or set tie_word_embeddings to false there"
+                    )
+                self._copy(name, slot, value)
                 filled.add(name)
         return filled
 

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from themis.core.errors import ConfigError
@@ -45,3 +46,14 @@ class ThemisTrainer(Trainer):
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         del parameters  # those of the model
         return clip_grad_norm_(self._parallelized, max_norm, norm_type).to(torch.float32)
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        """What Trainer calls; with sharded dense parameters its own would count this rank's experts alone."""
+        del model
+        return self._clip(None, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
+        """The norm that is logged."""
+        del model
+        norm = self._clip(None, float("inf")) if grad_norm is None else grad_norm
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
