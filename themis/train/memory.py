@@ -12,6 +12,7 @@ from themis.core.errors import require
 from themis.core.placement import even_owner
 from themis.fssdp.adapters import find_sites
 from themis.models import ModelConfig, build
+from themis.models.tensors import stacked_shapes
 from themis.train.config import RunConfig
 
 #: AdamW keeps two moments of each parameter, and a float32 counter of each tensor.
@@ -83,13 +84,13 @@ def count(config: ModelConfig) -> ModelCount:
     """The parameters of the model that `config` describes, which is built for it on the meta device."""
     model = build(config)
     sites = find_sites(model)
-    shapes = [site.layer.experts.layout.shapes for site in sites]
-    foreign = {f"{site.name}.{name}" for site, named in zip(sites, shapes, strict=True) for name in named}
+    shapes = sites[0].layer.experts.layout.shapes
+    foreign = stacked_shapes(sites)
     own = {id(p) for site in sites for p in site.layer.experts.parameters()}
     dense = [p for name, p in model.named_parameters() if name not in foreign and id(p) not in own]
     return ModelCount(
         dense=Count(sum(p.numel() for p in dense), len(dense)),
-        expert=Count(sum(prod(shape) for shape in shapes[0].values()), len(shapes[0])),
+        expert=Count(sum(prod(shape) for shape in shapes.values()), len(shapes)),
         num_experts=sites[0].layer.experts.num_experts,
         top_k=config.top_k,
         num_layers=len(sites),

@@ -16,6 +16,7 @@ from themis.fssdp.adapters import MoESite, find_sites
 from themis.models import TransformersConfig, build
 from themis.models.export import Piece, write_pieces
 from themis.models.slots import Slots, family_root
+from themis.models.tensors import stacked_shapes
 from themis.moe.interface import BANK
 from themis.train import checkpoint as checkpoints
 from themis.train.checkpoint import Checkpoint
@@ -44,10 +45,9 @@ def export_run(
     slots = Slots(root, dtype)
     stored = checkpoints.stored(found)
     sites = find_sites(root)
-    stacks = {f"{site.name}.{name}" for site in sites for name in site.layer.experts.layout.shapes}
     names = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
     dense = {name for name in names if f".{BANK}." not in name}
-    slots.check(prefix, [*sorted(dense), *(prefix + name for name in stacks)], drop)
+    slots.check(prefix, [*sorted(dense), *(prefix + name for name in stacked_shapes(sites))], drop)
 
     def pieces() -> Iterator[Piece]:
         yield _read(found, stored, {name.removeprefix(prefix): f"model.{name}" for name in sorted(dense)})

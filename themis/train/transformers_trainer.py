@@ -36,24 +36,22 @@ class ThemisTrainer(Trainer):
                 'give "no", and save_model() for the model'
             )
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
-        self.accelerator.clip_grad_norm_ = self._clip
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model into the new directory `output_dir`; a collective."""
         del _internal_call  # what Trainer passes from its own checkpoints
         export(self._parallelized, str(output_dir or self.args.output_dir))
 
-    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        del parameters  # those of the model
-        return clip_grad_norm_(self._parallelized, max_norm, norm_type).to(torch.float32)
-
     def _clip_grad_norm(self, model: Any) -> Tensor:
-        """What Trainer calls; with sharded dense parameters its own would count this rank's experts alone."""
-        del model
-        return self._clip(None, self.args.max_grad_norm)
+        """Clip by the norm over all ranks; Trainer's own would count this rank's experts alone."""
+        del model  # the one that was parallelized
+        return self._clip(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
         """The norm that is logged."""
         del model
-        norm = self._clip(None, float("inf")) if grad_norm is None else grad_norm
+        norm = self._clip(float("inf")) if grad_norm is None else grad_norm
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _clip(self, max_norm: float) -> Tensor:
+        return clip_grad_norm_(self._parallelized, max_norm).to(torch.float32)
