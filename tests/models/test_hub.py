@@ -22,10 +22,12 @@ from themis.models import GPTMoE, GPTMoEConfig
 from themis.models.directory_writer import DirectoryWriter
 from themis.models.hub import PretrainedWeights
 from themis.models.model_directory import ModelDirectory
+from themis.testing.models import ScriptedPolicy
 from themis.testing.ranks import run_ranks
 
 pytest.importorskip("transformers")
 
+from themis.testing.agreement import RANKS, batch_loss, difference
 from themis.testing.directories import first_difference, round_trip, stored_tensors
 from themis.testing.families import build_tiny, output_of
 
@@ -433,3 +435,35 @@ def test_where_rank_0_cannot_write_every_rank_says_so(tmp_path: Path) -> None:
     assert "exists; name a new directory" in first
     assert "rank 0 could not write" in second
     assert (tmp_path / "out").read_text() == "a file"
+
+
+def _tune_from_directory(rank: int, path: Path, dense: Any) -> tuple[float, int, bool]:
+    """Adapters that are added once the model has its values, beside one process that adds them afterwards."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+    def adapt(model: Any) -> None:
+        torch.manual_seed(0)
+        peft.get_peft_model(model, config).double()
+
+    alone: Any = type(build_tiny("mixtral")).from_pretrained(path, experts_implementation="eager").train()
+    adapt(alone)
+    model: Any = themis.from_pretrained(path, prepare=adapt, dense=dense, policy=ScriptedPolicy(6))
+    for r in range(RANKS):
+        (batch_loss(alone, r)[1] / RANKS).backward()
+    batch_loss(model, rank)[1].backward()
+    wanted = {name: p.grad for name, p in alone.named_parameters() if p.requires_grad}
+    mine: dict[str, Any] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert mine.keys() == wanted.keys()
+    whole = {n: g.full_tensor() if dense == "fully_shard" else g for n, g in mine.items()}
+    worst = max(difference(gradient, wanted[name]) for name, gradient in whole.items())
+    return worst, len(mine), any(any(layer.shard.trainable.values()) for layer in executor_of(model).layers)
+
+
+@pytest.mark.parametrize("dense", ["replicate", "fully_shard"])
+def test_adapters_on_a_model_from_a_directory(tmp_path: Path, dense: str) -> None:
+    source = _directory(tmp_path / "in", dtype=torch.float64)
+    for worst, count, experts_train in run_ranks(RANKS, _tune_from_directory, source, dense):
+        assert worst < 1e-9
+        assert count == 8
+        assert not experts_train

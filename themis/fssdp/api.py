@@ -17,7 +17,7 @@ from themis.core.errors import ConfigError, PeerError, require
 from themis.core.placement import even_owner
 from themis.core.topology import Topology
 from themis.fssdp.adapters import MoESite, find_sites
-from themis.fssdp.dense import Dense, parallelize_dense
+from themis.fssdp.dense import parallelize_dense
 from themis.fssdp.executor import Executor, SparseDispatcher
 from themis.fssdp.expert_shard import ExpertShard
 from themis.fssdp.grad_norm import total_gradient_norm
@@ -25,6 +25,7 @@ from themis.fssdp.optimizers import OptimizerWatch
 from themis.fssdp.precision import MixedPrecision
 from themis.fssdp.sharded_layer import ShardedLayer
 from themis.fssdp.step_report import LayerReport, report_layer
+from themis.fssdp.trained import Dense, TrainedParameters, agree_on_trained
 from themis.fssdp.weights import FreshWeights, WeightSource, give_values, is_meta
 from themis.moe.interface import InterfaceLayer
 from themis.policies import Policy, Themis
@@ -44,6 +45,7 @@ def parallelize(
     dense: Dense = "replicate",
     weights: WeightSource | None = None,
     device: torch.device | None = None,
+    prepare: Callable[[nn.Module], object] | None = None,
     flops_per_s: float | None = None,
     timeout_s: float = 60.0,
 ) -> nn.Module:
@@ -59,6 +61,10 @@ def parallelize(
     A model that was built under `torch.device("meta")` gets memory here for its dense part and the experts that
     this rank owns alone, so it may be larger than one rank's memory: on `device`, by default this process's CUDA device
     or else the CPU, with values from `weights`, by default the model's own initialisation.
+
+    What trains is settled here and in the first forward: dense parameters that are added or unfrozen later are refused,
+    and expert parameters that are unfrozen after this call. `prepare` is called with the model once it has its values
+    and before its dense parameters are taken up: the place for adapters (PEFT) on a model from the meta device.
 
     topology: nodes and devices, by default read from torchrun's environment; policy: who holds which expert when, by
     default the paper's; mixed_precision: types in which experts compute and reduce; dense: what becomes of all other
@@ -76,6 +82,7 @@ def parallelize(
     chosen = policy if policy is not None else Themis()
     precision = mixed_precision if mixed_precision is not None else MixedPrecision()
     require(meta or device is None, "device", device, "None with a model that is on a device already")
+    require(prepare is None or callable(prepare), "prepare", prepare, "a function of the model")
     real = device is None or (isinstance(device, torch.device) and device.type != "meta")
     require(real, "device", device, "a torch.device with memory")
     place = device if meta else next(model.parameters()).device
@@ -84,13 +91,21 @@ def parallelize(
     watch, communicator = OptimizerWatch(model), Communicator(mesh)
     try:
         _take_parameters(model, sites, watch, whole=meta)
-        layers = [_shard_site(i, site, chosen, precision, mesh, communicator, speed) for i, site in enumerate(sites)]
+        shards = [_shard(site, mesh, precision) for site in sites]
         if meta:
             source = weights if weights is not None else FreshWeights()
             if failed := work_together(mesh, lambda: give_values(model, sites, mesh.device, source)):
                 raise PeerError(f"rank {failed[0]} could not give the model its values", failed)
+        if prepare is not None:
+            prepare(model)
+            agree_on_trained(shards, mesh)
+        layers = [
+            ShardedLayer(i, shard, chosen, mesh, communicator, _cost(shard, site.layer.width, speed))
+            for i, (shard, site) in enumerate(zip(shards, sites, strict=True))
+        ]
         executor = Executor(mesh, communicator, chosen, layers, watch)
         watch.on_step = executor.end_iteration
+        TrainedParameters(model, shards, dense, mesh)
         _install(model, sites, executor)
         parallelize_dense(model, sites, mesh, dense, precision)
     except BaseException:
@@ -170,24 +185,18 @@ def step_report(model: nn.Module) -> list[LayerReport]:
     return [report for report in reports if report is not None]
 
 
-def _shard_site(
-    index: int,
-    site: MoESite,
-    policy: Policy,
-    precision: MixedPrecision,
-    mesh: Mesh,
-    communicator: Communicator,
-    flops_per_s: float,
-) -> ShardedLayer:
+def _shard(site: MoESite, mesh: Mesh, precision: MixedPrecision) -> ExpertShard:
     experts = site.layer.experts
-    shard = ExpertShard(experts, even_owner(experts.num_experts, mesh.world_size), mesh.rank, precision, mesh.device)
+    return ExpertShard(experts, even_owner(experts.num_experts, mesh.world_size), mesh.rank, precision, mesh.device)
+
+
+def _cost(shard: ExpertShard, width: int, flops_per_s: float) -> LayerCost:
     # A token meets each weight of its expert once in forward and twice in backward, two operations each.
-    cost = LayerCost(
+    return LayerCost(
         expert_s_per_token=6 * shard.layout.numel / flops_per_s,
-        token_bytes=site.layer.width * shard.param_dtype.itemsize,
+        token_bytes=width * shard.param_dtype.itemsize,
         expert_bytes=shard.expert_bytes,
     )
-    return ShardedLayer(index, shard, policy, mesh, communicator, cost)
 
 
 def _install(model: nn.Module, sites: list[MoESite], executor: Executor) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -17,9 +17,8 @@ from themis.comm.mesh import Mesh
 from themis.core.errors import ConfigError
 from themis.fssdp.adapters import MoESite
 from themis.fssdp.precision import MixedPrecision
+from themis.fssdp.trained import Dense
 from themis.moe.interface import InterfaceLayer
-
-Dense = Literal["replicate", "fully_shard", "none"]
 
 
 def parallelize_dense(
@@ -31,8 +30,7 @@ def parallelize_dense(
     experts = [site.layer.experts for site in sites]
     ignored = {parameter for module in experts for parameter in module.parameters()}
     if dense == "replicate":
-        trained = [p for p in model.parameters() if p.requires_grad and p not in ignored]
-        if trained:  # DDP refuses a model that has none
+        if any(p.requires_grad and p not in ignored for p in model.parameters()):  # DDP refuses a model without
             # Some transformers models have parameters that no loss reaches, for which DDP would wait.
             replicate(
                 model,
@@ -40,7 +38,6 @@ def parallelize_dense(
                 process_group=mesh.dense_group,
                 find_unused_parameters=any(isinstance(site.layer, InterfaceLayer) for site in sites),
             )
-            _OncePerForward(model, trained)
         return
     device_mesh = DeviceMesh.from_group(mesh.dense_group, mesh.device.type)
     types = MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
@@ -72,30 +69,3 @@ def _shard_others(module: nn.Module, main: torch.dtype, ignored: set[nn.Paramete
         if not isinstance(child, FSDPModule) and any(p not in ignored for p in child.parameters()):
             shard(child)
     shard(module)
-
-
-@final
-class _OncePerForward:
-    """Refuses what DDP gets wrong in silence: it averages a parameter's gradient once after each forward.
-
-    A second gradient that reaches the parameter before the next forward would stay this rank's own.
-    """
-
-    def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
-        self._averaged: set[int] = set()
-        model.register_forward_pre_hook(self._begin)
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
-
-    def _begin(self, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            self._averaged.clear()
-
-    def _accumulated(self, parameter: Tensor) -> None:
-        if id(parameter) in self._averaged:
-            raise ConfigError(
-                "dense is 'replicate', with which each forward takes one backward, straight after it, that meets each "
-                "parameter once; sum the losses of several forwards, checkpoint with use_reentrant=False, or choose "
-                "dense='fully_shard'"
-            )
-        self._averaged.add(id(parameter))

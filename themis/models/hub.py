@@ -28,7 +28,8 @@ def from_pretrained(
 
     path: config.json and safetensors, in one file or many, with a tensor an expert or one for all; every rank must
     see it. dtype: the type of the parameters, by default the directory's; drop: shell-style patterns of tensors that
-    are left out; options: those of `themis.parallelize`. A rank never holds more than its own part and one expert.
+    are left out; options: those of `themis.parallelize`, such as `prepare` for adapters. A rank never holds more than
+    its own part and one expert.
     ConfigError for a directory that is not whole or does not fit the model.
     """
     dtype = floating_type("dtype", dtype)
