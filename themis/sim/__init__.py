@@ -1,0 +1,1 @@
+"""The cluster simulator: prices, on clusters nobody has here, the very plans that the runtime executes. No torch."""
