@@ -119,6 +119,14 @@ def test_recorded_routing_comes_back_and_begins_again(tmp_path):
     assert isinstance(routing, RecordedRouting)
 
 
+def test_a_recording_is_scaled_to_any_batch():
+    recorded = RecordedRouting(np.array([[[[3, 0, 1], [1, 0, 2]]]]))
+    scaled = recorded.scaled_to(8)
+    assert scaled.tokens_ED(0).tolist() == [[6, 0, 3], [2, 0, 5]]
+    assert scaled.from_start().shape == recorded.shape == (1, 2, 3)
+    assert recorded.prediction_r2([1, 5]) == {}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

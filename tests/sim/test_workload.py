@@ -64,11 +64,10 @@ def test_times_by_hand():
     shape = replace(PAPER_MODELS["gpt-s-moe"], attention_parameters=4 * 768 * 768, num_experts=64)
     work = Workload(shape, cluster, 2)
     assert work.tokens == 4096
-    gemm_s = 2 * 4 * 768 * 768 * 4096 / cluster.device.gemm_flops_per_s
-    scores_s = 4 * 768 * 4096 * 1024 / cluster.device.attention_flops_per_s
-    stream_s = 6 * 4096 * 1536 / cluster.device.memory_bytes_per_s
-    assert work.attention_s == pytest.approx(gemm_s + scores_s + stream_s)
-    assert work.attention_backward_s > 2 * work.attention_s * 0.99
+    projections, scores = 2 * 4 * 768 * 768 * 4096, 4 * 768 * 4096 * 1024
+    assert work.attention_s == pytest.approx((projections + scores) / cluster.device.flops_per_s)
+    assert work.shared_s == 2 * 768 * 64 * 4096 / cluster.device.flops_per_s
+    assert work.window_backward_s == 2 * work.window_s == 2 * (work.attention_s + work.shared_s)
     assert work.expert_s_per_token == 4 * 768 * 3072 / cluster.device.grouped_flops_per_s
     assert work.cost.expert_s_per_token == 3 * work.expert_s_per_token
     assert (work.cost.token_bytes, work.cost.expert_bytes) == (1536, 2 * 2 * 768 * 3072)

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from themis.sim.hardware import Cluster, Device, Network
 
-#: bf16 GEMMs. "Maximum achievable matmul FLOPS", S. Bekman, Machine Learning Engineering (open book), chapter
-#: accelerators: A100 SXM 271 of 312 TFLOPS, H100 SXM 792 of 989 (H200 has H100's compute).
-A100_GEMM, H200_GEMM = 0.87, 0.80
-#: Grouped GEMMs of experts against cuBLAS: MegaBlocks (arXiv 2211.15841), section 6.3, 98.6 % on average on A100.
+#: What a Megatron-LM block reaches of the peak, norms, launches and all. A100: Narayanan et al., "Efficient Large-Scale
+#: Language Model Training on GPU Clusters Using Megatron-LM" (arXiv 2104.04473), table 1, the 1.7-billion model, 137 of
+#: 312 TFLOP/s. Hopper: Megatron-LM's README, weak scaling on H100, 41 % for the smallest model. The paper's systems run
+#: in Megatron-LM; kernels by themselves reach more (GEMMs 0.87 on A100, 0.80 on H100), see docs/reproduction.md.
+A100_BLOCK, H200_BLOCK = 0.44, 0.41
+#: Grouped GEMMs of experts against dense ones: MegaBlocks (arXiv 2211.15841), section 6.3, 98.6 % on average on A100.
 GROUPED = 0.986
-#: Fused attention. A100: FlashAttention-2 (arXiv 2307.08691), up to 73 % of peak forwards and 63 % backwards. Hopper:
-#: FlashAttention-3 (arXiv 2407.08608), figure 5, causal, head dimension 128, 4k tokens: near 550 forwards and 450
-#: backwards of 989 TFLOPS; the container's cuDNN attention is near these.
-A100_ATTENTION, A100_ATTENTION_BACKWARD = 0.73, 0.63
-H200_ATTENTION, H200_ATTENTION_BACKWARD = 0.55, 0.45
 #: Streaming from device memory: BabelStream reaches 0.85 to 0.92 of the datasheet's bandwidth on A100 and Hopper.
 STREAM = 0.88
 #: NVSwitch: nccl-tests' bus bandwidth of large messages, about 230 of 300 GB/s a direction on A100 nodes, and the same
@@ -40,10 +37,8 @@ CLUSTER_A = Cluster(
     devices_per_node=8,
     device=Device(
         name="A100-80G",
-        gemm_flops_per_s=312e12 * A100_GEMM,
-        grouped_flops_per_s=312e12 * A100_GEMM * GROUPED,
-        attention_flops_per_s=312e12 * A100_ATTENTION,
-        attention_backward_flops_per_s=312e12 * A100_ATTENTION_BACKWARD,
+        flops_per_s=312e12 * A100_BLOCK,
+        grouped_flops_per_s=312e12 * A100_BLOCK * GROUPED,
         memory_bytes=int(80e9 * USABLE_MEMORY),
         memory_bytes_per_s=2.039e12 * STREAM,
     ),
@@ -57,10 +52,8 @@ CLUSTER_B = Cluster(
     devices_per_node=8,
     device=Device(
         name="H200-141G",
-        gemm_flops_per_s=989e12 * H200_GEMM,
-        grouped_flops_per_s=989e12 * H200_GEMM * GROUPED,
-        attention_flops_per_s=989e12 * H200_ATTENTION,
-        attention_backward_flops_per_s=989e12 * H200_ATTENTION_BACKWARD,
+        flops_per_s=989e12 * H200_BLOCK,
+        grouped_flops_per_s=989e12 * H200_BLOCK * GROUPED,
         memory_bytes=int(141e9 * USABLE_MEMORY),
         memory_bytes_per_s=4.8e12 * STREAM,
     ),

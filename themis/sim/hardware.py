@@ -19,13 +19,11 @@ Network = Link
 @final
 @dataclass(frozen=True)
 class Device:
-    """What one device achieves (not its peak): FLOP/s of dense and grouped GEMMs and of fused attention; memory."""
+    """What one device achieves (not its peak): FLOP/s of dense blocks and of experts' grouped GEMMs; memory."""
 
     name: str
-    gemm_flops_per_s: float
+    flops_per_s: float
     grouped_flops_per_s: float
-    attention_flops_per_s: float
-    attention_backward_flops_per_s: float
     memory_bytes: int
     memory_bytes_per_s: float
 

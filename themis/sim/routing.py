@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -16,9 +17,11 @@ from themis.planning.compiled import compiled
 
 #: Iterations that the load predictor averages over (section 4.2).
 WINDOW = 5
-#: Where a model's skew is not known: this part of the largest standard deviation that top-K allows
-#: (docs/reproduction.md).
-TYPICAL_SKEW = 0.35
+#: Skew as a part of the largest standard deviation that top-K allows. Fine-grained experts, four or more a token: what
+#: figure 16a measures for Qwen1.5-MoE, 0.0455 of 0.0605. Coarse ones: set so that EP's slowdown against Uniform spans
+#: what section 5.2 says, 1.48 to 2.87 (docs/reproduction.md).
+FINE_SKEW, COARSE_SKEW = 0.752, 0.20
+FINE_TOP_K = 4
 
 
 class Routing(ABC):
@@ -77,7 +80,7 @@ class GeneratedRouting(Routing):
         factor_L = 1.0 + skew.layer_spread * np.clip(self._random.standard_normal(num_layers), -2.0, 2.0)
         factor_L *= num_layers / factor_L.sum()
         wanted_L = np.minimum(skew.share_std * factor_L, 0.98 * most)
-        self._scale_L = np.array([_scale(float(wanted), num_experts, top_k) for wanted in wanted_L])
+        self._scale_L = np.array([score_scale(float(wanted), num_experts, top_k) for wanted in wanted_L])
         self._keep = _persistence(skew, num_experts, top_k, num_devices, float(self._scale_L.mean()))
         self._score_LE = self._random.standard_normal((num_layers, num_experts))
         self._share_LE = self._shares()
@@ -108,10 +111,7 @@ class GeneratedRouting(Routing):
 
 @final
 class RecordedRouting(Routing):
-    """A recorded run's counts, `tokens_ILED` [iteration, layer, expert, rank]; after its end it begins again.
-
-    tokens: scale every device's counts to that many assignments, None to take them as they are.
-    """
+    """A recorded run's counts, `tokens_ILED` [iteration, layer, expert, rank]; after its end it begins again."""
 
     def __init__(self, tokens_ILED: NDArray[np.integer[Any]]) -> None:
         self._tokens_ILED = tokens_ILED
@@ -127,6 +127,24 @@ class RecordedRouting(Routing):
     def num_iterations(self) -> int:
         """Iterations recorded."""
         return int(self._tokens_ILED.shape[0])
+
+    def from_start(self) -> RecordedRouting:
+        """The same recording, at its first iteration."""
+        return RecordedRouting(self._tokens_ILED)
+
+    def scaled_to(self, assignments: int) -> RecordedRouting:
+        """The same shares, each device's counts summing to `assignments`; a device without tokens stays without."""
+        running_ILED = np.cumsum(self._tokens_ILED, axis=2, dtype=np.float64)
+        total_IL1D = np.maximum(running_ILED[:, :, -1:], 1.0)
+        upto_ILED = np.rint(running_ILED * (assignments / total_IL1D)).astype(np.int64)
+        return RecordedRouting(np.diff(upto_ILED, axis=2, prepend=0))
+
+    def prediction_r2(self, windows: Sequence[int]) -> dict[int, float]:
+        """R² of the mean of so many iterations' loads as a prediction of the next, by window that is short enough."""
+        load_ILE = self._tokens_ILED.sum(axis=3, dtype=np.float64)
+        share_ILE = load_ILE / np.maximum(load_ILE.sum(axis=2, keepdims=True), 1.0)
+        flat_IX = share_ILE.reshape(self.num_iterations, -1)
+        return {w: prediction_r2(flat_IX, w) for w in windows if w < self.num_iterations}
 
     def advance(self) -> None:
         """See Routing."""
@@ -159,8 +177,8 @@ def most_share_std(num_experts: int, top_k: int) -> float:
 
 
 def typical_share_std(num_experts: int, top_k: int) -> float:
-    """A skew for a model nobody has measured: `TYPICAL_SKEW` of the largest standard deviation there can be."""
-    return TYPICAL_SKEW * most_share_std(num_experts, top_k)
+    """A skew for a model nobody has measured: a typical part of the largest standard deviation there can be."""
+    return (FINE_SKEW if top_k >= FINE_TOP_K else COARSE_SKEW) * most_share_std(num_experts, top_k)
 
 
 def capped_softmax(score_XE: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
@@ -191,19 +209,21 @@ def prediction_r2(share_IX: NDArray[np.float64], window: int = WINDOW) -> float:
     return 1.0 - float(((actual_IX - predicted_IX) ** 2).sum()) / spread if spread > 0 else 1.0
 
 
-def _scale(share_std: float, num_experts: int, top_k: int) -> float:
+def score_scale(share_std: float, num_experts: int, top_k: int) -> float:
     """The scale of unit normal scores at which shares have this standard deviation; bisection on fixed draws."""
     if share_std == 0 or num_experts == 1:
         return 0.0
-    draws = np.random.default_rng(0).standard_normal((max(4, 4096 // num_experts), num_experts))
     low, high = 0.0, 16.0
     for _ in range(40):
         middle = (low + high) / 2
-        if float(capped_softmax(middle * draws, top_k).std(axis=1).mean()) < share_std:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if scaled_std(middle, num_experts, top_k) < share_std else (low, middle)
     return (low + high) / 2
+
+
+def scaled_std(scale: float, num_experts: int, top_k: int) -> float:
+    """The standard deviation of shares whose scores are unit normal ones times `scale`, over fixed draws."""
+    draws_XE = np.random.default_rng(0).standard_normal((max(4, 4096 // num_experts), num_experts))
+    return float(capped_softmax(scale * draws_XE, top_k).std(axis=1).mean())
 
 
 def _persistence(skew: Skew, num_experts: int, top_k: int, num_devices: int, scale: float) -> float:

@@ -1,12 +1,14 @@
 """One iteration in time: compute and the two network lanes of every device, what overlaps and what is left exposed.
 
 Rules, all devices meeting at every AlltoAll:
-forward of a layer: attention runs while the SparseAllGather travels, the rest of it is exposed; gate and counts; the
-dispatch plan; what calibration (or a policy after the gate) added is exposed whole; AlltoAll, experts, AlltoAll.
+forward of a layer: attention (with router and shared experts) runs while the SparseAllGather travels, the rest of it
+is exposed; the exchange of counts; the dispatch plan; what calibration (or a policy after the gate) added is exposed
+whole; AlltoAll, experts, AlltoAll.
 backward of a layer: AlltoAll, experts at twice their forward time, AlltoAll; then the attention's backward, under which
 the gradients' SparseReduceScatter runs and, with re-materialisation, before it the SparseAllGather of the layer below;
-what does not fit is exposed. All-reductions (dense gradients, and those of persistent replicas) use what is idle of
-each lane under any computation; what is left at the end is exposed. Then the optimizer. A collective takes as long as
+what does not fit is exposed. All-reductions of persistent replicas' gradients are exposed, as in FlexMoE's own model of
+its time (computation + AlltoAll + synchronisation); those of dense gradients use what is idle of each lane under any
+computation, and what is left at the end is exposed. Then the optimizer. A collective takes as long as
 its busiest link; both lanes of one collective run at once; collectives that share a window add up lane by lane.
 """
 
@@ -34,6 +36,7 @@ KINDS = (
     "rearrangement",
     "optimizer",
     "plan",
+    "counts",
 )
 
 
@@ -92,8 +95,7 @@ class LayerTimes:
 
     attention_s: float
     attention_backward_s: float
-    gate_s: float
-    gate_backward_s: float
+    counts_s: float
     plan_s: float
     all_to_all: LaneTime
     experts_D: NDArray[np.float64]
@@ -168,7 +170,7 @@ class Timeline:
         self._network("SpAG", layer.gather, index)
         self._compute("attention", "attention", layer.attention_s, index)
         self._spend("gather", max(0.0, layer.gather.total_s - layer.attention_s))
-        self._compute("gate", "attention", layer.gate_s, index)
+        self._spend("counts", layer.counts_s)
         self._spend("plan", layer.plan_s)
         self._network("SpAG added", layer.added, index)
         self._spend("gather", layer.added.total_s)
@@ -181,8 +183,8 @@ class Timeline:
         self._all_to_all("combine backward", layer, index)
         self._experts("experts backward", 2 * layer.experts_D, index)
         self._all_to_all("dispatch backward", layer, index)
-        self._debt += layer.sync
-        self._compute("gate backward", "attention", layer.gate_backward_s, index)
+        self._network("AllReduce of replicas", layer.sync, index)
+        self._spend("all_reduce", layer.sync.total_s)
         window_s, both = layer.attention_backward_s, below + layer.reduce
         self._network("SpAG again", below, index - 1)
         self._network("SpRS", layer.reduce, index, delay_s=below.total_s)

@@ -10,9 +10,6 @@ from themis.core.cost import LayerCost
 from themis.core.errors import ConfigError, is_whole, require
 from themis.sim.hardware import Cluster
 
-#: bf16 on the wire and in the GEMMs.
-ELEMENT_BYTES = 2
-
 
 @final
 @dataclass(frozen=True)
@@ -20,7 +17,8 @@ class ModelShape:
     """A decoder of `num_layers` equal blocks, attention then MoE.
 
     width M, expert_hidden H, num_experts E, top_k K, sequence tokens a sequence; gated: three matrices an expert
-    (SwiGLU) instead of two; attention_parameters: of one block, projections alone; score_width: heads times the mean
+    (SwiGLU) instead of two; element_bytes: of what travels and is computed in, bf16 by default;
+    attention_parameters: of one block, projections alone; score_width: heads times the mean
     of the query and the value width, what a pair of tokens costs in the scores; cache_width: elements of q, k and v
     together that a token keeps; shared_hidden: width of experts that every token passes, 0 for none; vocabulary.
     """
@@ -38,6 +36,7 @@ class ModelShape:
     cache_width: int
     vocabulary: int
     shared_hidden: int = 0
+    element_bytes: int = 2
 
     def __post_init__(self) -> None:
         names = (
@@ -68,12 +67,12 @@ class ModelShape:
     @property
     def expert_bytes(self) -> int:
         """Psi: one expert on the wire."""
-        return self.expert_parameters * ELEMENT_BYTES
+        return self.expert_parameters * self.element_bytes
 
     @property
     def token_bytes(self) -> int:
         """One token on the wire."""
-        return self.width * ELEMENT_BYTES
+        return self.width * self.element_bytes
 
     @property
     def layer_parameters(self) -> int:
@@ -109,36 +108,34 @@ class Workload:
         """Floating-point operations a device for the scores of one block, forward: causal, so half the pairs."""
         return 4.0 * self.model.score_width * self.tokens * self.model.sequence / 2
 
-    def _gemm_s(self, parameters: float) -> float:
-        return 2.0 * parameters * self.tokens / self.cluster.device.gemm_flops_per_s
+    def _dense_s(self, parameters: float) -> float:
+        return 2.0 * parameters * self.tokens / self.cluster.device.flops_per_s
 
     @property
     def attention_s(self) -> float:
-        """Forward time of one block's attention: projections, scores, and what norm and residual read and write."""
-        device = self.cluster.device
-        elementwise_bytes = 12 * self.tokens * self.model.token_bytes / 2
-        scores_s = self.score_flops / device.attention_flops_per_s
-        return self._gemm_s(self.model.attention_parameters) + scores_s + elementwise_bytes / device.memory_bytes_per_s
-
-    @property
-    def attention_backward_s(self) -> float:
-        """Backward time of the same: projections twice, scores 2.5 times the forward's operations."""
-        device = self.cluster.device
-        elementwise_bytes = 24 * self.tokens * self.model.token_bytes / 2
-        scores_s = 2.5 * self.score_flops / device.attention_backward_flops_per_s
-        projections_s = 2 * self._gemm_s(self.model.attention_parameters)
-        return projections_s + scores_s + elementwise_bytes / device.memory_bytes_per_s
+        """Forward time of one block's attention, projections and scores; backward takes twice as long."""
+        return self._dense_s(self.model.attention_parameters) + self.score_flops / self.cluster.device.flops_per_s
 
     @property
     def shared_s(self) -> float:
         """Forward time of the shared experts and the router."""
         shared = self.model.matrices * self.model.shared_hidden
-        return self._gemm_s(self.model.width * (shared + self.model.num_experts))
+        return self._dense_s(self.model.width * (shared + self.model.num_experts))
+
+    @property
+    def window_s(self) -> float:
+        """What runs before the tokens leave and hides the SparseAllGather: attention, router, shared experts."""
+        return self.attention_s + self.shared_s
+
+    @property
+    def window_backward_s(self) -> float:
+        """Its backward."""
+        return 2 * self.window_s
 
     @property
     def head_s(self) -> float:
         """Forward time of the output head."""
-        return self._gemm_s(self.model.width * self.model.vocabulary)
+        return self._dense_s(self.model.width * self.model.vocabulary)
 
     @property
     def expert_s_per_token(self) -> float:
