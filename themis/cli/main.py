@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, str] = {
     "train": "train a model: themis train RECIPE [--nproc N] [--policy …] [--data PATH] [overrides]",
     "plan": "plan placements for recorded loads: themis plan LOADFILE",
     "simulate": "iteration time and memory on a cluster: themis simulate MODEL [--cluster b] [--policy …]",
+    "reproduce": "the paper's figures and claims beside ours: themis reproduce [FIGURE …]",
     "export": "a run's model as a directory for transformers: themis export RUN OUT",
     "info": "parameters, memory a rank by kind, and the environment: themis info RECIPE",
 }
