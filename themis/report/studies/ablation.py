@@ -72,7 +72,10 @@ class Components(Study):
         spread = [gain[f"shard{k}"] for k in _INTERVALS]
         orderings = [
             Ordering(
-                "components", "Together they beat either alone", gain["both"] > max(gain["mat"], gain["shard100"])
+                "components",
+                "Together they beat either alone",
+                gain["both"] > max(gain["mat"], gain["shard100"]),
+                ", ".join(f"{name} {value:.2f}" for name, value in bars.items()),
             ),
             Ordering(
                 "interval",
