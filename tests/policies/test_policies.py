@@ -159,6 +159,8 @@ def test_themis_places_by_algorithm_1() -> None:
     [
         (Themis(overlap_degree=7), 1.0, 7),
         (Themis(overlap_degree=0), None, 0),
+        (Themis(budget=0), 1.0, 0),
+        (Themis(budget=0, overlap_degree=7), None, 0),
         (Themis(budget=3), None, 3),  # not measured yet
         (Themis(), 0.0, 0),
         (Themis(), 0.0045, 4),  # 0.0045 s at 1 MB/s take in four chunks of 1,000 bytes

@@ -60,7 +60,12 @@ class Themis(Policy):
         return self.budget
 
     def degree(self, context: LayerContext) -> int:
-        """The overlap degree t; the budget stands in until the attention's time is known."""
+        """The overlap degree t; the budget stands in until the attention's time is known.
+
+        Without a budget it is 0: re-sharding must not set experts aside for replicas that never come.
+        """
+        if self.budget == 0:
+            return 0
         if self.overlap_degree is not None:
             return self.overlap_degree
         if context.attention_s is None:
