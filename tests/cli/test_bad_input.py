@@ -78,7 +78,7 @@ def read_failure(capsys: pytest.CaptureFixture[str], arguments: list[str], statu
 
 CASES = [
     # the command line itself
-    ("fly", "'fly' is no command; there are train, plan, export, info"),
+    ("fly", "'fly' is no command; there are train, plan, simulate, reproduce, export, info"),
     ("train", "no recipe is named; there are tiny, gpt-s-moe, gpt-l-moe"),
     ("train huge", "recipe 'huge' is unknown; there are tiny, gpt-s-moe, gpt-l-moe"),
     ("train tiny --speed 9", "Unrecognized options: --speed, 9"),
