@@ -25,7 +25,7 @@ from themis.fssdp.optimizers import OptimizerWatch
 from themis.fssdp.precision import MixedPrecision
 from themis.fssdp.sharded_layer import ShardedLayer
 from themis.fssdp.step_report import LayerReport, report_layer
-from themis.fssdp.trained import Dense, TrainedParameters, agree_on_trained
+from themis.fssdp.trained import Dense, TrainedParameters, agree_on_trained, refuse_copy
 from themis.fssdp.weights import FreshWeights, WeightSource, give_values, is_meta
 from themis.moe.interface import InterfaceLayer
 from themis.policies import Policy, Themis
@@ -105,9 +105,9 @@ def parallelize(
         ]
         executor = Executor(mesh, communicator, chosen, layers, watch)
         watch.on_step = executor.end_iteration
-        TrainedParameters(model, shards, dense, mesh)
         _install(model, sites, executor)
         parallelize_dense(model, sites, mesh, dense, precision)
+        TrainedParameters(model, shards, dense, mesh)
     except BaseException:
         watch.close()
         communicator.close()
@@ -230,7 +230,7 @@ class _StartForward:
         executor.begin_forward(module.training)
 
     def __deepcopy__(self, _: object) -> NoReturn:
-        raise ConfigError("a parallelized model cannot be copied; build another and load its state_dict")
+        refuse_copy()
 
 
 def _prefetch_hook(

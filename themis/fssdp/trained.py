@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ class TrainedParameters:
         # What is settled now: that DDP, which refuses a model without any, is not there, or that nobody is.
         settled = dense == "none" or (dense == "replicate" and not trains)
         self._taken: set[object] | None = set() if settled else None
+        # Before fully_shard's hook, which puts whole parameters in place of the sharded ones.
         model.register_forward_pre_hook(self._begin, prepend=True)
 
     @torch.compiler.disable
@@ -64,9 +65,17 @@ class TrainedParameters:
             if not isinstance(parameter, DTensor):
                 raise ConfigError(_too_late(name, "themis.parallelize with dense='fully_shard'"))
 
+    def __deepcopy__(self, _: object) -> NoReturn:
+        refuse_copy()
+
     def _key(self, name: str, parameter: Tensor) -> object:
         # fully_shard shows a parameter's whole and its sharded form in turn under the same name.
         return id(parameter) if self._dense == "replicate" else name
+
+
+def refuse_copy() -> NoReturn:
+    """What the root's hooks answer when a copy of the model would copy them."""
+    raise ConfigError("a parallelized model cannot be copied; build another and load its state_dict")
 
 
 def agree_on_trained(shards: Sequence[ExpertShard], mesh: Mesh) -> None:
