@@ -6,9 +6,11 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from themis.cli.failure import Failure
 from themis.cli.launch import root_cause
+from themis.cli.mailbox import Mailbox, hand_over
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
@@ -27,13 +30,13 @@ RUN = (
 ).split()
 
 
-def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(directory: Path, *arguments: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
     (directory / "tmp").mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(directory / "tmp")}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     (directory / "text.txt").write_text("".join(f"{n} and {n + 1}. " for n in range(500)))
-    command = [sys.executable, "-m", "themis.cli.main", *arguments]
+    command = [*prefix, sys.executable, "-m", "themis.cli.main", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=directory, env=environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -87,7 +90,7 @@ def uninterrupted(tmp_path_factory) -> list[tuple[int, float, float]]:
     assert (status, err) == (0, "")
     assert "held-out loss" in out
     assert sorted(path.name for path in directory.iterdir()) == ["run", "text.txt", "tmp"]
-    assert not list((directory / "run").glob(".launch-*"))
+    assert not list((directory / "tmp").iterdir())
     return metrics(directory / "run")
 
 
@@ -119,7 +122,7 @@ def test_killed_at_random_steps_and_resumed(uninterrupted, tmp_path):
     status, _, err = finish(process)
     assert (status, err) == (0, "")
     assert metrics(tmp_path / "run") == uninterrupted
-    assert not list((tmp_path / "tmp").glob("themis*")), "a killed launcher left files outside the run directory"
+    assert not list((tmp_path / "tmp").iterdir()), "a killed launcher left files outside the run directory"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -163,22 +166,46 @@ def test_under_torchrun(uninterrupted, tmp_path):
     assert not list((tmp_path / "tmp").glob("themis*")), "a killed launcher left files outside the run directory"
 
 
-def failure(exitcode: int, message: str = "") -> ProcessFailure:
-    made = ProcessFailure(local_rank=0, pid=1, exitcode=exitcode, error_file="")
-    made.message = message or f"Signal {-exitcode}"
-    return made
+def ended(exitcode: int) -> ProcessFailure:
+    return ProcessFailure(local_rank=0, pid=1, exitcode=exitcode, error_file="")
 
 
 @pytest.mark.parametrize(
-    ("failures", "expected"),
+    ("failures", "told", "expected"),
     [
-        ({0: failure(1, Failure(1, "lost rank 1").encode()), 1: failure(-9)}, (1, "rank 1 was killed by SIGKILL; ")),
-        ({0: failure(-15), 1: failure(2, Failure(2, "bad data").encode())}, (2, "bad data")),
-        ({1: failure(1, Failure(1, "later").encode()), 0: failure(2, Failure(2, "first").encode())}, (2, "first")),
-        ({1: failure(3)}, (1, "rank 1 ended with status 3; ")),
-        ({1: failure(-15)}, (1, "rank 1 was stopped; ")),
+        ({0: ended(1), 1: ended(-9)}, {0: Failure(1, "lost rank 1")}, (1, "rank 1 was killed by SIGKILL; ")),
+        ({0: ended(-15), 1: ended(2)}, {1: Failure(2, "bad data")}, (2, "bad data")),
+        ({1: ended(1), 0: ended(2)}, {1: Failure(1, "later"), 0: Failure(2, "first")}, (2, "first")),
+        ({1: ended(3)}, {}, (1, "rank 1 ended with status 3; ")),
+        ({1: ended(-15)}, {}, (1, "rank 1 was stopped; ")),
     ],
 )
-def test_the_root_cause_is_told(failures, expected):
-    told = root_cause(failures, Path("run"))
-    assert (told.status, told.line[: len(expected[1])]) == expected
+def test_the_root_cause_is_told(failures, told, expected):
+    cause = root_cause(failures, told, Path("run"))
+    assert (cause.status, cause.line[: len(expected[1])]) == expected
+
+
+def test_a_mailbox_keeps_what_ranks_leave(monkeypatch):
+    """Of ranks that are gone, without a file; what is no letter is passed over."""
+    assert not hand_over(Failure(1, "there is no launcher"))
+    with Mailbox(3) as box:
+        for rank in (1, 0):
+            monkeypatch.setenv("RANK", str(rank))
+            assert hand_over(Failure(2, "long " * 20_000))
+        socket.create_connection(("127.0.0.1", int(os.environ["THEMIS_MAILBOX"]))).close()
+        assert box.letters() == dict.fromkeys((0, 1), Failure(2, "long " * 20_000))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="makes a small file system in a namespace of its own")
+def test_a_full_disk_is_told_in_a_line(tmp_path):
+    """Under everything that the run writes, temporary files included; the data and the settings fit, no more."""
+    namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces here")
+    (tmp_path / "disk").mkdir()
+    script = 'mount -t tmpfs -o size=60k none disk && export TMPDIR="$PWD/disk" && exec "$@"'
+    prefix = [*namespace, "sh", "-c", script, "sh"]
+    status, out, err = finish(start(tmp_path, *RUN, "disk/run", "--log.tensorboard", "False", prefix=prefix))
+    assert (status, err.splitlines()) == (2, [err.strip()]), out + err
+    assert "disk/run/checkpoints/step-000002' cannot be written: " in err
+    assert "No space left on device" in err

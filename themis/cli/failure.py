@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import sys
-import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,6 @@ INTERRUPTED = 130
 
 #: Set for the workers of `themis train --nproc`, to the launcher's process id.
 LAUNCHED_BY = "THEMIS_LAUNCHER"
-
-#: Where torch's launcher wants a failed worker to leave its message.
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 @final
@@ -42,9 +38,9 @@ class Failure:
         """What `encode` made, None if it is anything else."""
         try:
             status, line = json.loads(text)
+            return Failure(int(status), str(line))
         except (ValueError, TypeError):
             return None
-        return Failure(int(status), str(line))
 
 
 def explain(error: BaseException, trace_dir: Path | None = None) -> Failure:
@@ -72,15 +68,6 @@ def report(failure: Failure) -> int:
 def one_line(error: BaseException) -> str:
     """The text of `error` without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def hand_over(failure: Failure) -> bool:
-    """Leave `failure` where the launcher finds it; whether there is a launcher of ours that will show it."""
-    path = os.environ.get(_ERROR_FILE)
-    if not path or LAUNCHED_BY not in os.environ:
-        return False
-    Path(path).write_text(json.dumps({"message": failure.encode(), "timestamp": int(time.time())}))
-    return True
 
 
 def _keep_traceback(error: BaseException, trace_dir: Path | None) -> str:

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -18,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from themis.cli.failure import FAILED, INTERRUPTED, LAUNCHED_BY, Failure
+from themis.cli.mailbox import Mailbox
 
 _SHUTDOWN_S = 5
 
@@ -30,28 +30,27 @@ def launch(run_dir: Path, nproc: int, *, resume: bool, as_json: bool) -> Failure
     _quiet_elastic()
     os.environ[LAUNCHED_BY] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    # In the run directory: a launcher that is killed leaves nothing elsewhere.
-    with tempfile.TemporaryDirectory(prefix=".launch-", dir=run_dir) as logs:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            rdzv_configs={"timeout": 60},
-            max_restarts=0,
-            monitor_interval=0.1,
-            local_addr="localhost",
-            shutdown_timeout=_SHUTDOWN_S,
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-        )
-        command = ["-m", "themis.cli.worker", str(run_dir), *(["--resume"] if resume else [])]
-        command += ["--json"] if as_json else []
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        rdzv_configs={"timeout": 60},
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr="localhost",
+        shutdown_timeout=_SHUTDOWN_S,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # what ranks say comes through the mailbox
+    )
+    command = ["-m", "themis.cli.worker", str(run_dir), *(["--resume"] if resume else [])]
+    command += ["--json"] if as_json else []
+    with Mailbox(nproc) as mailbox:
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
-            return root_cause(error.failures, run_dir)
+            return root_cause(error.failures, mailbox.letters(), run_dir)
         except SignalException as error:
             name = signal.Signals(error.sigval).name
             return Failure(INTERRUPTED, f"stopped by {name}; {_how_to_go_on(run_dir)}")
@@ -60,22 +59,18 @@ def launch(run_dir: Path, nproc: int, *, resume: bool, as_json: bool) -> Failure
     return None
 
 
-def root_cause(failures: Mapping[int, ProcessFailure], run_dir: Path) -> Failure:
-    """The failure that explains the others: what a rank said of itself, bad input first, else how it ended."""
-    told = {rank: Failure.decode(failure.message) for rank, failure in failures.items()}
-    spoken = [(failure.status != 2, rank, failure) for rank, failure in told.items() if failure is not None]
+def root_cause(failures: Mapping[int, ProcessFailure], told: Mapping[int, Failure], run_dir: Path) -> Failure:
+    """The failure that explains the others: what a rank has `told` of itself, bad input first, else how it ended."""
     killed = [
-        rank
-        for rank, failure in failures.items()
-        if told[rank] is None and failure.exitcode not in (-signal.SIGTERM, 0)
+        rank for rank, failure in failures.items() if rank not in told and failure.exitcode not in (-signal.SIGTERM, 0)
     ]
-    if killed and not any(failure.status == 2 for _, _, failure in spoken):
+    if killed and all(failure.status != 2 for failure in told.values()):
         rank = min(killed)
         code = failures[rank].exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         return Failure(FAILED, f"rank {rank} {how}; {_how_to_go_on(run_dir)}")
-    if spoken:
-        return min(spoken, key=lambda item: item[:2])[2]
+    if told:
+        return told[min(told, key=lambda rank: (told[rank].status != 2, rank))]
     return Failure(FAILED, f"rank {min(failures)} was stopped; {_how_to_go_on(run_dir)}")
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from themis.cli.console import Console
-from themis.cli.failure import Failure, explain, hand_over, report
+from themis.cli.failure import Failure, explain, report
 from themis.cli.launch import end_with_launcher
+from themis.cli.mailbox import hand_over
 from themis.moe.host_memory import keep_host_memory
 from themis.train.config import RunConfig, load_config
 from themis.train.ranks import joined
