@@ -24,10 +24,7 @@ WORK = Workload(SHAPE, CLUSTER, 1)
 
 
 def routing(seed: int = 0, share_std: float = 0.07, work: Workload = WORK) -> GeneratedRouting:
-    model = work.model
-    skew = Skew(share_std)
-    devices = work.cluster.num_devices
-    return GeneratedRouting(model.num_layers, model.num_experts, model.top_k, devices, work.tokens, skew, seed)
+    return GeneratedRouting.for_workload(work, Skew(share_std), seed)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, final
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from themis.cli.parse import parse
 from themis.cli.units import format_bytes
 from themis.core.errors import ConfigError, require
-from themis.policies import POLICIES, Policy
+from themis.policies import POLICIES, Policy, make_policy
 from themis.sim import replay
 from themis.sim.efficiency import CLUSTERS
 from themis.sim.hardware import Cluster, read_profile
@@ -145,16 +145,8 @@ def find_policies(names: str, budget: int) -> list[Policy]:
         if name not in POLICIES:
             raise ConfigError(f"policy {name!r} is unknown; there are {', '.join(POLICIES)}, or all")
     require(budget >= -1, "budget", budget, "-1 for each policy's own, or 0 or more replicas a device and layer")
-    policies = [POLICIES[name]() for name in dict.fromkeys(["ep", *wanted])]
-    return policies if budget < 0 else [with_fields(policy, budget=budget) for policy in policies]
-
-
-def with_fields(policy: Policy, **values: Any) -> Policy:
-    """`policy` with those of `values` that it has fields for."""
-    options: Any = policy
-    known = {item.name for item in fields(options)}
-    chosen = {name: value for name, value in values.items() if name in known}
-    return replace(options, **chosen)  # type: ignore[no-any-return]
+    values = {"budget": budget} if budget >= 0 else {}
+    return [make_policy(name, values) for name in dict.fromkeys(["ep", *wanted])]
 
 
 def _routing(options: SimulateOptions, workload: Workload) -> Callable[[], Routing]:
@@ -171,9 +163,7 @@ def _routing(options: SimulateOptions, workload: Workload) -> Callable[[], Routi
         return recorded.from_start
     share_std = options.share_std if options.share_std >= 0 else typical_share_std(model.num_experts, model.top_k)
     skew = Skew(share_std, options.r2)
-    return lambda: GeneratedRouting(
-        model.num_layers, model.num_experts, model.top_k, devices, workload.tokens, skew, options.seed
-    )
+    return lambda: GeneratedRouting.for_workload(workload, skew, options.seed)
 
 
 def describe(workload: Workload, results: list[Result]) -> dict[str, Any]:

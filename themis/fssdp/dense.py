@@ -17,7 +17,7 @@ from themis.comm.mesh import Mesh
 from themis.core.errors import ConfigError
 from themis.fssdp.adapters import MoESite
 from themis.fssdp.precision import MixedPrecision
-from themis.fssdp.trained import Dense
+from themis.fssdp.trained import Dense, dense_trains
 from themis.moe.interface import InterfaceLayer
 
 
@@ -30,7 +30,7 @@ def parallelize_dense(
     experts = [site.layer.experts for site in sites]
     ignored = {parameter for module in experts for parameter in module.parameters()}
     if dense == "replicate":
-        if any(p.requires_grad and p not in ignored for p in model.parameters()):  # DDP refuses a model without
+        if dense_trains(model, experts):  # DDP refuses a model without
             # Some transformers models have parameters that no loss reaches, for which DDP would wait.
             replicate(
                 model,

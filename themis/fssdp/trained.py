@@ -32,9 +32,9 @@ class TrainedParameters:
         self._mesh = mesh
         self._dense = dense
         self._shards = shards
-        trains = any(True for _ in _trained(model, {id(shard.experts) for shard in shards}))
+        self._experts = [shard.experts for shard in shards]
         # What is settled now: that DDP, which refuses a model without any, is not there, or that nobody is.
-        settled = dense == "none" or (dense == "replicate" and not trains)
+        settled = dense == "none" or (dense == "replicate" and not dense_trains(model, self._experts))
         self._taken: set[object] | None = set() if settled else None
         # Before fully_shard's hook, which puts whole parameters in place of the sharded ones.
         model.register_forward_pre_hook(self._begin, prepend=True)
@@ -47,7 +47,7 @@ class TrainedParameters:
             _check_experts(shard)
         if self._dense == "none":
             return
-        trained = dict(_trained(model, {id(shard.experts) for shard in self._shards}))
+        trained = dict(_trained(model, {id(bank) for bank in self._experts}))
         keys = {self._key(name, parameter): name for name, parameter in trained.items()}
         if self._taken is None:
             self._take(model, trained)
@@ -88,6 +88,11 @@ def agree_on_trained(shards: Sequence[ExpertShard], mesh: Mesh) -> None:
     all_reduce_max(mesh, flags_LP)
     for shard, flags_P in zip(shards, flags_LP.tolist(), strict=True):
         shard.trainable = {name: bool(flag) for name, flag in zip(shard.trainable, flags_P, strict=True)}
+
+
+def dense_trains(model: nn.Module, experts: Sequence[nn.Module]) -> bool:
+    """Whether a parameter of `model` outside the modules `experts` is trainable."""
+    return next(_trained(model, {id(bank) for bank in experts}), None) is not None
 
 
 def _trained(module: nn.Module, without: set[int], prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:

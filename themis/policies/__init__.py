@@ -1,7 +1,10 @@
 """Placement policies behind one abstract base."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
 
+from themis.core.errors import ConfigError
 from themis.policies.base import LayerContext, Policy
 from themis.policies.ep import EP, Uniform
 from themis.policies.themis import Themis, ThemisRM
@@ -14,4 +17,14 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "themis-rm": ThemisRM,
 }
 
-__all__ = ["EP", "POLICIES", "LayerContext", "Policy", "Themis", "ThemisRM", "Uniform"]
+
+def make_policy(name: str, values: Mapping[str, Any]) -> Policy:
+    """The policy of that name, with those of `values` that it has fields for; ConfigError where there is none."""
+    if name not in POLICIES:
+        raise ConfigError(f"policy {name!r} is unknown; there are {', '.join(POLICIES)}")
+    policy: Any = POLICIES[name]()
+    known = {item.name for item in fields(policy)}
+    return replace(policy, **{key: value for key, value in values.items() if key in known})  # type: ignore[no-any-return]
+
+
+__all__ = ["EP", "POLICIES", "LayerContext", "Policy", "Themis", "ThemisRM", "Uniform", "make_policy"]

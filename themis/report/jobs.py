@@ -5,11 +5,10 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
-from themis.core.errors import ConfigError
-from themis.policies import POLICIES, Policy
+from themis.policies import make_policy
 from themis.sim.efficiency import CLUSTERS
 from themis.sim.hardware import Cluster
 from themis.sim.results import Result
@@ -64,15 +63,6 @@ def workload(
     return Workload(replace(shape, num_layers=layers) if layers else shape, where, batch)
 
 
-def make_policy(name: str, options: Fields) -> Policy:
-    """The policy of that name, its fields set by those of `options` that it has."""
-    if name not in POLICIES:
-        raise ConfigError(f"policy {name!r} is unknown; there are {', '.join(POLICIES)}")
-    policy: Any = POLICIES[name]()
-    known = {item.name for item in fields(policy)}
-    return replace(policy, **{key: value for key, value in options if key in known})  # type: ignore[no-any-return]
-
-
 def simulate(job: Job) -> Result:
     """Run one job."""
     work = job.workload()
@@ -81,11 +71,9 @@ def simulate(job: Job) -> Result:
 
 def make_simulator(job: Job, work: Workload) -> Simulator:
     """The job's simulator before its first iteration."""
-    model, skew = work.model, Skew(job.share_std, job.r2, job.device_spread, job.layer_spread)
-    routing = GeneratedRouting(
-        model.num_layers, model.num_experts, model.top_k, work.cluster.num_devices, work.tokens, skew, job.seed
-    )
-    return Simulator(work, make_policy(job.policy, job.options), routing)
+    skew = Skew(job.share_std, job.r2, job.device_spread, job.layer_spread)
+    routing = GeneratedRouting.for_workload(work, skew, job.seed)
+    return Simulator(work, make_policy(job.policy, dict(job.options)), routing)
 
 
 def run_jobs(jobs: Iterable[Job], processes: int, tell: Callable[[int, int], None]) -> dict[Job, Result]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from themis.core.errors import ConfigError
+from themis.core.files import replace_text
 from themis.report.claims import Claim, Ordering, claims_table, orderings_table
 from themis.report.jobs import Job, Results
 
@@ -82,9 +83,7 @@ def write_page(page: Page, directory: Path) -> list[Path]:
         text.append(markdown(TableData("The paper's orderings", *orderings_table(page.orderings))))
     text.extend(f"{note}\n" for note in page.notes)
     path = directory / f"{page.key}.md"
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("\n".join(text))
-    scratch.replace(path)
+    replace_text(path, "\n".join(text))
     return [*written, path]
 
 

@@ -5,7 +5,8 @@ Peaks are the vendors'; what programs reach of them is what others have measured
 
 from __future__ import annotations
 
-from themis.sim.hardware import Cluster, Device, Network
+from themis.core.topology import Link
+from themis.sim.hardware import Cluster, Device
 
 #: What a Megatron-LM block reaches of the peak, norms, launches and all. A100: Narayanan et al., "Efficient Large-Scale
 #: Language Model Training on GPU Clusters Using Megatron-LM" (arXiv 2104.04473), table 1, the 1.7-billion model, 137 of
@@ -42,8 +43,8 @@ CLUSTER_A = Cluster(
         memory_bytes=int(80e9 * USABLE_MEMORY),
         memory_bytes_per_s=2.039e12 * STREAM,
     ),
-    intra=Network(INTRA_LATENCY_S, 300e9 * NVLINK),
-    inter=Network(INTER_LATENCY_S, 50e9 * UPLINK),
+    intra=Link(INTRA_LATENCY_S, 300e9 * NVLINK),
+    inter=Link(INTER_LATENCY_S, 50e9 * UPLINK),
     plan_s=PLAN_S,
 )
 CLUSTER_B = Cluster(
@@ -57,8 +58,8 @@ CLUSTER_B = Cluster(
         memory_bytes=int(141e9 * USABLE_MEMORY),
         memory_bytes_per_s=4.8e12 * STREAM,
     ),
-    intra=Network(INTRA_LATENCY_S, 450e9 * NVLINK),
-    inter=Network(INTER_LATENCY_S, 400e9 * UPLINK),
+    intra=Link(INTRA_LATENCY_S, 450e9 * NVLINK),
+    inter=Link(INTER_LATENCY_S, 400e9 * UPLINK),
     plan_s=PLAN_S,
 )
 CLUSTERS = {"a": CLUSTER_A, "b": CLUSTER_B}

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from themis.core.errors import ConfigError, is_whole, require
 from themis.core.topology import Link, Topology
 
-Network = Link
-
 
 @final
 @dataclass(frozen=True)

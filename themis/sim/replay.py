@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from themis.core.errors import ConfigError
-from themis.policies import POLICIES, Policy
+from themis.policies import Policy, make_policy
 from themis.sim.hardware import Cluster
 from themis.sim.results import Result
 from themis.sim.routing import RecordedRouting, read_routing
@@ -64,7 +64,7 @@ def read_run(directory: Path, cluster: Cluster) -> RecordedRun:
         model, batch, policy = config["model"], config["batch"], config["policy"]
         shape = _shape(model, layers, experts)
         workload = Workload(shape, cluster, max(1, round(int(batch["sequences"]) / devices)))
-        made = _policy(policy)
+        made = make_policy(policy["name"], policy)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{str(directory / 'config.json')!r} is no gpt run's configuration: {error!r}") from None
     return RecordedRun(workload, made, routing, _median_step(directory / "metrics.jsonl"))
@@ -95,16 +95,6 @@ def _shape(model: Mapping[str, Any], layers: int, experts: int) -> ModelShape:
         shared_hidden=int(model.get("shared_hidden", 0)),
         element_bytes=4,
     )
-
-
-def _policy(record: Mapping[str, Any]) -> Policy:
-    name = record["name"]
-    if name not in POLICIES:
-        raise ConfigError(f"policy {name!r} is unknown; there are {', '.join(POLICIES)}")
-    policy: Any = POLICIES[name]()
-    known = {item.name for item in fields(policy)} - {"name"}
-    chosen = {key: value for key, value in record.items() if key in known}
-    return replace(policy, **chosen)  # type: ignore[no-any-return]
 
 
 def _median_step(path: Path) -> float:

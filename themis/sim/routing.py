@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from themis.core.errors import ConfigError, require
 from themis.planning.compiled import compiled
+from themis.sim.workload import Workload
 
 #: Iterations that the load predictor averages over (section 4.2).
 WINDOW = 5
@@ -84,6 +85,12 @@ class GeneratedRouting(Routing):
         self._keep = _persistence(skew, num_experts, top_k, num_devices, float(self._scale_L.mean()))
         self._score_LE = self._random.standard_normal((num_layers, num_experts))
         self._share_LE = self._shares()
+
+    @staticmethod
+    def for_workload(workload: Workload, skew: Skew, seed: int) -> GeneratedRouting:
+        """Routing of `workload`'s layers, experts, devices and tokens."""
+        model, devices = workload.model, workload.cluster.num_devices
+        return GeneratedRouting(model.num_layers, model.num_experts, model.top_k, devices, workload.tokens, skew, seed)
 
     def _shares(self) -> NDArray[np.float64]:
         return capped_softmax(self._scale_L[:, None] * self._score_LE, self._top_k)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from themis.core.errors import ConfigError
+from themis.core.files import replace_text
 from themis.sim.timeline import Event
 
 _LANES = {"compute": 0, "intra": 1, "inter": 2}
@@ -33,9 +34,7 @@ def trace_events(events: Iterable[Event], num_devices: int, devices_per_node: in
 def write_trace(path: Path, events: Iterable[Event], num_devices: int, devices_per_node: int) -> None:
     """Write the trace to `path`; ConfigError if that cannot be done."""
     body = {"displayTimeUnit": "ms", "traceEvents": trace_events(events, num_devices, devices_per_node)}
-    scratch = path.with_name(path.name + ".tmp")
     try:
-        scratch.write_text(json.dumps(body))
-        scratch.replace(path)
+        replace_text(path, json.dumps(body))
     except OSError as error:
         raise ConfigError(f"trace file {str(path)!r} cannot be written: {error}") from None

@@ -30,7 +30,7 @@ from themis.comm.beats import Channel
 from themis.comm.collectives import default_rank_and_size, share_objects
 from themis.comm.mesh import Mesh
 from themis.core.errors import CheckpointError
-from themis.train.files import replace_text
+from themis.core.files import replace_text
 from themis.train.sealed import Record, crc32, read_sealed, sync, write_sealed
 from themis.train.shards import ShardWriter
 from themis.train.tokenizer import first_line

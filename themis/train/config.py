@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from themis.core.errors import ConfigError, require
+from themis.core.files import replace_text
 from themis.core.topology import Link, Topology
 from themis.models import GPTMoEConfig, ModelConfig, TransformersConfig
 from themis.policies import EP, Policy, Themis, Uniform
 from themis.train.data import DataConfig
-from themis.train.files import replace_text
 
 PolicyName = Literal["ep", "uniform", "themis", "themis-rm"]
 

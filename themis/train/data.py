@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from themis.core.errors import ConfigError, require
-from themis.train.files import replace_text
+from themis.core.files import replace_text
 from themis.train.sampling import window_starts
 from themis.train.sources import documents, is_token_file, token_array
 from themis.train.tokenizer import BYTES, Tokenizer, load_tokenizer

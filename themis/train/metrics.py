@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from themis.core.errors import ConfigError
-from themis.train.files import replace_text
+from themis.core.files import replace_text
 
 Bytes = dict[str, dict[str, int]]
 

@@ -15,6 +15,7 @@ from themis.comm.collectives import all_reduce_sum
 from themis.comm.mesh import Mesh
 from themis.comm.together import work_together
 from themis.core.errors import ConfigError
+from themis.core.files import replace_text
 from themis.fssdp import MixedPrecision, parallelize, step_report
 from themis.fssdp.api import executor_of
 from themis.fssdp.executor import Executor
@@ -24,7 +25,6 @@ from themis.train.checkpoint import Checkpoint
 from themis.train.config import RunConfig, save_config
 from themis.train.data import Corpus, is_prepared, open_corpus, prepare
 from themis.train.evaluate import sample_text
-from themis.train.files import replace_text
 from themis.train.metrics import MetricsLog, RoutingLog, StepMetrics, Summary, read_lines, summarise
 from themis.train.observer import Observer
 from themis.train.optim import build_optimizer

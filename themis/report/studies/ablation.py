@@ -39,9 +39,7 @@ class Components(Study):
             "mat": _variant("themis", reshard_interval=0),
             "both": _variant("themis"),
         }
-        return jobs | {
-            f"shard{k}": _variant("themis", budget=0, overlap_degree=0, reshard_interval=k) for k in _INTERVALS
-        }
+        return jobs | {f"shard{k}": _variant("themis", budget=0, reshard_interval=k) for k in _INTERVALS}
 
     def jobs(self) -> list[Job]:
         """EP, materialisation alone, both, and sharding alone at four intervals."""

@@ -86,9 +86,7 @@ def _loads(iterations: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(actual, predicted) shares [iteration, L, E] from the fifth iteration on."""
     work = standard_job(_MODEL, "a", "ep", 1).workload()
     model = work.model
-    routing = GeneratedRouting(
-        model.num_layers, model.num_experts, model.top_k, work.cluster.num_devices, work.tokens, Skew(QWEN_STD), 0
-    )
+    routing = GeneratedRouting.for_workload(work, Skew(QWEN_STD), 0)
     predictor, actual, predicted = LoadPredictor(), [], []
     for _ in range(iterations):
         load_LE = np.stack([routing.tokens_ED(layer).sum(axis=1) for layer in range(model.num_layers)]).astype(float)

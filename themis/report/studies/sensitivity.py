@@ -13,7 +13,7 @@ from themis.report.assumptions import MODELS, PLACES, common_batch, standard_job
 from themis.report.jobs import Job, Results
 from themis.report.page import Page, Study, TableData
 from themis.report.plots import label
-from themis.sim.efficiency import CLUSTERS
+from themis.sim.efficiency import CLUSTERS, UPLINK
 from themis.sim.routing import most_share_std
 
 #: What Themis is compared with, as far as it is built.
@@ -89,7 +89,7 @@ VARIATIONS = (
     Variation("compute x 1.5", _compute(1.5)),
     Variation("compute x 1.97, bare kernels' speed", _compute(1.97)),
     Variation("uplinks x 0.7", _link("inter", bandwidth=0.7)),
-    Variation("uplinks at their nominal speed", _link("inter", bandwidth=1 / 0.86)),
+    Variation("uplinks at their nominal speed", _link("inter", bandwidth=1 / UPLINK)),
     Variation(
         "each device its own part of the uplink", lambda job: replace(job, hardware=(("devices_per_uplink", 1),))
     ),
