@@ -6,6 +6,7 @@ writes a small record about once a second; `blame.py` reads them when something 
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -88,9 +89,12 @@ class Heartbeat:
         self._accused: tuple[int, ...] = ()
         self._count = 0
         self._left = False
+        self._ending = False
         self._write()
         self._thread = threading.Thread(target=self._beat, name="themis-heartbeat", daemon=True)
         self._thread.start()
+        # Python ends a thread that comes back from torch after it has shut down, and that aborts the process.
+        atexit.register(self._end)
 
     def begin(self, channel: Channel, name: str) -> int:
         """Note that the next operation of `channel` begins; returns its number."""
@@ -124,6 +128,12 @@ class Heartbeat:
         """Write a last record that says this rank has left, and end the thread."""
         with self._lock:
             self._left = True
+        self._end()
+        atexit.unregister(self._end)
+
+    def _end(self) -> None:
+        """Have the thread write what it knows once more, and end."""
+        self._ending = True
         self._wake.set()
         self._thread.join(2 * self.beat_s)
 
@@ -131,11 +141,12 @@ class Heartbeat:
         while True:
             self._wake.wait(self.beat_s)
             self._wake.clear()
+            ending = self._ending  # before the record, which must hold all that was noted until then
             try:
                 self._write()
             except RuntimeError:
                 return  # the store is gone; whoever waits on a peer will find that out and say so
-            if self._left:
+            if ending:
                 return
 
     def _write(self) -> None:
