@@ -124,7 +124,9 @@ CASES = [
     # run directories and checkpoints
     ("train tiny --data text.txt --run-dir taken", "run directory 'taken' holds a run; --resume it or name another"),
     ("train tiny --data text.txt --run-dir text.txt", "'text.txt': File exists"),
-    ("train tiny --resume", "there is no run of 'tiny' under 'runs'"),
+    ("train", "type for example: themis train tiny --nproc 2"),
+    ("train tiny --resume", "there is no run of 'tiny' under 'runs'; name its directory, --resume RUN, or start one"),
+    ("train --resume", "there is no run under 'runs'; name its directory, --resume RUN, or start one: themis train"),
     ("train --resume taken --run-dir other", "leave it out with --resume"),
     ("train --resume nowhere", "'nowhere/config.json' cannot be read: No such file or directory"),
     ("train --resume mangled", "model.widht is no field; model has aux_loss_weight"),
@@ -143,7 +145,7 @@ CASES = [
     ("plan loads.json --rule fair", "fair"),
     ("plan loads.json --budget -1", "budget is -1"),
     # info
-    ("info", "no recipe is named"),
+    ("info --nproc 2", "no recipe is named; there are tiny, gpt-s-moe, "),
     ("info huge", "recipe 'huge' is unknown"),
     ("info tiny --nproc 0", "world_size is 0"),
 ]

@@ -11,12 +11,12 @@ import pytest
 from tests.cli.test_bad_input import TINY
 from themis import __version__
 from themis.cli.main import main
-from themis.cli.train import newest_run, take_resume
+from themis.cli.resume import newest_run, take_resume
 from themis.cli.units import format_bytes, format_count
 from themis.core.errors import ConfigError
 from themis.train.config import load_config
 from themis.train.memory import count, rank_memory
-from themis.train.recipes import recipe
+from themis.train.recipes import RECIPES, recipe
 
 
 @pytest.fixture
@@ -81,14 +81,41 @@ def test_resume_takes_an_optional_value():
     assert take_resume(["tiny"]) == (["tiny"], None)
 
 
-def test_the_newest_run_is_the_last_by_name(tmp_path):
-    for name in ("tiny-20260101-000000", "tiny-20260301-000000", "other-20270101-000000"):
+def test_a_finished_run_is_left_as_it_is(workplace, capsys):
+    arguments = ["train", "tiny", *TINY, "--data", "text.txt", "--run-dir", "run"]
+    summary = run_json(capsys, *arguments, "--json")
+
+    def state() -> dict[str, tuple[int, bytes]]:
+        files = [path for path in (workplace / "run").rglob("*") if path.is_file()]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = state()
+    for extra in ([], ["--steps", "1"], ["--optimizer.lr", "1", "--data", "other.txt"]):
+        assert main(["train", "--resume", "run", *extra]) == 0
+        told = "run has done its 2 steps already; to train on: themis train --resume run --steps 4\n"
+        assert capsys.readouterr() == (told, "")
+    again = run_json(capsys, "train", "--resume", "run", "--json")
+    assert (again["steps"], again["last_loss"]) == (2, summary["last_loss"])
+    assert state() == before
+    (workplace / "run/summary.json").unlink()  # as if it had ended before its summary: that is made up for
+    assert run_json(capsys, "train", "--resume", "run", "--json")["last_loss"] == summary["last_loss"]
+
+
+def test_the_newest_run_is_the_last_that_began(tmp_path):
+    begun = ["tiny-20260101-000000", "tiny-20260301-000000-2", "tiny-20260301-000000-10", "tiny-tiny-20260401-000000"]
+    for name in (*begun, "my-run"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "tiny-20280101-000000").mkdir()  # no run
-    assert newest_run("tiny", tmp_path).name == "tiny-20260301-000000"
+    assert newest_run("tiny", tmp_path).name == "tiny-20260301-000000-10"
+    assert newest_run(None, tmp_path).name == "tiny-tiny-20260401-000000"
     with pytest.raises(ConfigError, match="there is no run of 'big'"):
         newest_run("big", tmp_path)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_runs_are_named_after_their_recipe(name):
+    assert recipe(name).name == name
 
 
 @pytest.mark.parametrize("kind", ["npy", "npz", "json", "routing"])
@@ -131,8 +158,24 @@ def test_info_is_the_arithmetic(capsys):
     assert facts["memory_per_rank_bytes"]["optimizer_bytes"] == expected.optimizer_bytes
     assert facts["memory_per_rank_bytes"]["replicas_bytes"] * 2 == expected.replicas_bytes
     assert facts["environment"]["packages"]["torch"] is not None
+    assert facts["model"]["experts_per_layer"] == config.model.num_experts
     assert main(["info", "tiny"]) == 0
-    assert "memory a rank, optimizer" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for part in ("memory a rank, optimizer", "experts per layer", "the owned experts once more"):
+        assert part in out
+
+
+@pytest.mark.parametrize("command", [["info"], ["info", "--help"], ["train", "--help"]])
+def test_recipes_are_listed(capsys, command):
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in f"\n{out}" for name in RECIPES)
+    assert "themis info tiny --nproc 2" in out or command[-1] == "--help"
+
+
+def test_help_shows_the_defaults_of_the_recipe(capsys):
+    assert main(["train", "tiny", "--help"]) == 0
+    assert f"(default: {recipe('tiny').steps})" in capsys.readouterr().out
 
 
 def test_numbers_for_people():

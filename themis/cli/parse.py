@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 from collections.abc import Sequence
 from typing import TypeVar
@@ -16,17 +17,18 @@ T = TypeVar("T")
 _RULE = "───"
 
 
-def parse(kind: type[T], arguments: Sequence[str], prog: str, default: T | None = None) -> T:
+def parse(kind: type[T], arguments: Sequence[str], prog: str, default: T | None = None, note: str = "") -> T:
     """An instance of dataclass `kind` from `arguments`; ConfigError in one line where they are wrong.
 
-    `--help` prints and exits, as usual.
+    `--help` prints and exits, as usual; it shows `note` after the description of `kind`.
     """
+    description = inspect.cleandoc(kind.__doc__ or "") + note
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
             if default is None:
-                return tyro.cli(kind, args=list(arguments), prog=prog)
-            return tyro.cli(kind, args=list(arguments), prog=prog, default=default)
+                return tyro.cli(kind, args=list(arguments), prog=prog, description=description)
+            return tyro.cli(kind, args=list(arguments), prog=prog, description=description, default=default)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

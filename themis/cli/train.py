@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, final
+from typing import Annotated, Any, final
 
 import torch
 import tyro
@@ -17,6 +18,7 @@ from themis.cli.console import Console
 from themis.cli.failure import explain, report
 from themis.cli.launch import launch
 from themis.cli.parse import parse
+from themis.cli.resume import finished, how_to_train_on, newest_run, take_resume
 from themis.cli.worker import config_path, end_rank, work
 from themis.comm.collectives import all_reduce_sum
 from themis.comm.launch import Launch
@@ -26,10 +28,16 @@ from themis.train.checkpoint import require_any
 from themis.train.config import RunConfig, load_config, save_config
 from themis.train.data import open_corpus, prepare
 from themis.train.ranks import Place, choose_device, joined
-from themis.train.recipes import RECIPES, recipe
+from themis.train.recipes import RECIPES, list_recipes, recipe
 from themis.train.session import run
 
 _PROG = "themis train RECIPE"
+_NO_RECIPE = """
+
+recipes:
+{recipes}
+
+The defaults below are those of no recipe; a recipe's own: themis train tiny --help"""
 #: Short names of often used flags.
 _SHORT = {"--nproc": "--parallel.nproc", "--policy": "--policy.name", "--data": "--data.source"}
 
@@ -41,7 +49,7 @@ class TrainOptions:
     overridden.
 
     Short forms: --nproc N, --policy NAME, --data PATH. --resume [RUN] continues a run, by default the newest of the
-    recipe; settings given beside it replace those of the run.
+    recipe, or of all without one; settings given beside it replace those of the run.
     """
 
     run: Annotated[RunConfig, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands] = field(default_factory=RunConfig)
@@ -58,12 +66,15 @@ def main(arguments: list[str]) -> int:
     flags = rest[1:] if name is not None else rest
     wants_help = "-h" in flags or "--help" in flags
     if name is None and resumed is None and not wants_help:
-        raise ConfigError(f"no recipe is named; there are {', '.join(RECIPES)}")
+        raise ConfigError(
+            f"no recipe is named; there are {', '.join(RECIPES)}; type for example: themis train tiny --nproc 2"
+        )
     base = recipe(name) if name is not None else RunConfig()
-    if resumed is not None:
-        resumed = resumed or str(newest_run(base.name))
+    if resumed is not None and not wants_help:
+        resumed = resumed or str(newest_run(name))
         base = load_config(Path(resumed) / "config.json")
-    options = parse(TrainOptions, flags, _PROG, default=TrainOptions(run=base))
+    whose = "" if name is not None else _NO_RECIPE.format(recipes=list_recipes())
+    options = parse(TrainOptions, flags, _PROG, default=TrainOptions(run=base), note=whose)
     if resumed is not None and options.run_dir is not None:
         raise ConfigError(
             f"--run-dir is {str(options.run_dir)!r}; leave it out with --resume, which goes on in its run"
@@ -72,27 +83,6 @@ def main(arguments: list[str]) -> int:
     if Launch.from_environment() is not None:
         return _train_as_rank(options, run_dir, resume=resumed is not None)
     return _train_here(options, run_dir, resume=resumed is not None)
-
-
-def take_resume(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """`arguments` without --resume, and its value: "" where none is given, None where it is absent."""
-    rest = list(arguments)
-    for index, argument in enumerate(rest):
-        if argument.startswith("--resume="):
-            return rest[:index] + rest[index + 1 :], argument.removeprefix("--resume=")
-        if argument == "--resume":
-            has_value = index + 1 < len(rest) and not rest[index + 1].startswith("-")
-            value = rest[index + 1] if has_value else ""
-            return rest[:index] + rest[index + 1 + has_value :], value
-    return rest, None
-
-
-def newest_run(name: str, parent: Path = Path("runs")) -> Path:
-    """The newest run of recipe `name` under `parent`; ConfigError where there is none."""
-    found = sorted(path.parent for path in parent.glob(f"{name}-*/config.json"))
-    if not found:
-        raise ConfigError(f"there is no run of {name!r} under {str(parent)!r}; name one: --resume RUN")
-    return found[-1]
 
 
 def _lengthen(arguments: Sequence[str]) -> list[str]:
@@ -111,6 +101,8 @@ def _train_here(options: TrainOptions, run_dir: Path | None, *, resume: bool) ->
     config.parallel.topology(nproc, nproc)
     choose_device(config.parallel.device, 0, nproc)
     directory = run_dir or _new_directory(config.name)
+    if resume and (summary := finished(directory, config.steps)) is not None:
+        return _show_finished(summary, directory, as_json=options.json)
     fresh = not directory.exists()
     try:
         _prepare_directory(directory, resume=resume)
@@ -137,7 +129,10 @@ def _train_as_rank(options: TrainOptions, run_dir: Path | None, *, resume: bool)
     config = options.run
     with joined(config.parallel) as place:
         try:
-            directory = run_dir or _new_directory(config.name, _agreed_time(config, place))
+            directory = run_dir or _new_directory(config.name, _agreed(config, place, int(time.time())))
+            summary = finished(directory, config.steps) if resume and place.rank == 0 else None
+            if _agreed(config, place, int(summary is not None)):
+                return 0 if summary is None else _show_finished(summary, directory, as_json=options.json)
             if place.rank == 0:
                 _prepare_directory(directory, resume=resume)
                 save_config(config, config_path(directory, resume=resume))
@@ -147,7 +142,7 @@ def _train_as_rank(options: TrainOptions, run_dir: Path | None, *, resume: bool)
     return 0
 
 
-def _new_directory(name: str, now_s: float | None = None) -> Path:
+def _new_directory(name: str, now_s: int | None = None) -> Path:
     """A folder under runs/ that does not exist yet, named after the recipe and the time."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(time.time() if now_s is None else now_s))
     path = Path("runs") / f"{name}-{stamp}"
@@ -158,13 +153,18 @@ def _new_directory(name: str, now_s: float | None = None) -> Path:
     raise AssertionError
 
 
-def _agreed_time(config: RunConfig, place: Place) -> float:
-    """Rank 0's clock, on every rank. A collective."""
+def _agreed(config: RunConfig, place: Place, value: int) -> int:
+    """Rank 0's `value`, on every rank. A collective."""
     mesh = Mesh.create(place.topology, device=place.device, timeout_s=config.parallel.timeout_s)
-    seconds = torch.tensor([int(time.time()) if place.rank == 0 else 0])
-    all_reduce_sum(mesh, seconds)
+    agreed = torch.tensor([value if place.rank == 0 else 0])
+    all_reduce_sum(mesh, agreed)
     mesh.close()
-    return float(seconds)
+    return int(agreed)
+
+
+def _show_finished(summary: dict[str, Any], run_dir: Path, *, as_json: bool) -> int:
+    print(json.dumps(summary) if as_json else how_to_train_on(run_dir, summary["steps"]), flush=True)
+    return 0
 
 
 def _prepare_directory(directory: Path, *, resume: bool) -> None:

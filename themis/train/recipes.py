@@ -235,3 +235,13 @@ def recipe(name: str) -> RunConfig:
     if name not in RECIPES:
         raise ConfigError(f"recipe {name!r} is unknown; there are {', '.join(RECIPES)}")
     return RECIPES[name]()
+
+
+def list_recipes() -> str:
+    """A line a recipe: its name and what it is."""
+    width = max(map(len, RECIPES))
+    return "\n".join(f"  {name:<{width}}  {_first_line(make)}" for name, make in RECIPES.items())
+
+
+def _first_line(make: Callable[[], RunConfig]) -> str:
+    return (make.__doc__ or "").partition("\n")[0]
