@@ -21,7 +21,8 @@ from themis.train.observer import Observer
 
 #: Plain output shows a step at most this often; evaluations always.
 _LINE_EVERY_S = 10.0
-_PLAIN_WIDTH = 140
+#: How wide tables are where no terminal says it.
+PLAIN_WIDTH = 140
 
 
 @final
@@ -30,7 +31,7 @@ class Console(Observer):
 
     def __init__(self, *, as_json: bool = False) -> None:
         self._as_json = as_json
-        width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+        width = None if sys.stdout.isatty() else PLAIN_WIDTH
         self._terminal = Terminal(file=sys.stdout, highlight=False, width=width)
         self._progress: Progress | None = None
         self._task = TaskID(0)

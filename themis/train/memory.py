@@ -97,15 +97,17 @@ def count(config: ModelConfig) -> ModelCount:
     )
 
 
-def rank_memory(config: RunConfig, world_size: int, rank: int = 0) -> Memory:
+def rank_memory(config: RunConfig, world_size: int, rank: int = 0, model: ModelCount | None = None) -> Memory:
     """Memory of `rank` of `world_size` with experts dealt out evenly; rank 0 owns the most.
+
+    model: what `count` says of it, where that is known already.
 
     Dense parameters are whole on every rank, or an even share of them with parallel.dense "fully_shard" (torch shards
     whole rows, so that a rank may hold a little more).
     """
     require(world_size >= 1, "world_size", world_size, "1 or more")
     require(0 <= rank < world_size, "rank", rank, f"between 0 and {world_size - 1}")
-    model = count(config.model)
+    model = model or count(config.model)
     sharded = config.parallel.dense == "fully_shard" and world_size > 1
     element_bytes = 8 if config.parallel.dtype == "float64" else 4
     compute_bytes = 2 if config.parallel.compute == "bf16" else element_bytes
