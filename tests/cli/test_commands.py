@@ -69,6 +69,13 @@ def test_train_tells_what_it_did(workplace, capsys):
     sample = ["--log.sample-tokens", "5"]
     assert main(["train", "tiny", *TINY, *sample, "--data=text.txt", "--run-dir", "run"]) == 0
     out = capsys.readouterr().out
+    began = [line for line in out.splitlines() if line.startswith("preparing: ")]
+    assert began == [
+        "preparing: tokenising text.txt",
+        "preparing: building the model",
+        "preparing: opening the data",
+        "preparing: the first step, which loads what is compiled",
+    ]
     for part in ("training loss", "held-out loss", "imbalance", "bytes moved", "tokens/s", "sample", "run"):
         assert part in out
 
@@ -79,6 +86,23 @@ def test_resume_takes_an_optional_value():
     assert take_resume(["tiny", "--resume", "--steps", "3"]) == (["tiny", "--steps", "3"], "")
     assert take_resume(["--resume=runs/x"]) == ([], "runs/x")
     assert take_resume(["tiny"]) == (["tiny"], None)
+
+
+@pytest.mark.parametrize("steps", ["2", "many"])
+def test_a_terminal_is_told_what_goes_on_and_given_back(workplace, capsys, monkeypatch, steps):
+    """Whether a run ends well or not: the cursor is there again."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    def fail(*_):
+        raise ConfigError("no")
+
+    if steps == "many":
+        monkeypatch.setattr("themis.train.trainer.Trainer.step", fail)
+    status = main(["train", "tiny", *TINY, "--data", "text.txt", "--run-dir", "run"])
+    assert status == (0 if steps == "2" else 2)
+    out = capsys.readouterr().out
+    assert "building the model" in out
+    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") > 0
 
 
 def test_a_finished_run_is_left_as_it_is(workplace, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import random
 import signal
 import socket
@@ -18,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from themis.cli.failure import Failure
 from themis.cli.launch import root_cause
-from themis.cli.mailbox import Mailbox, hand_over
+from themis.cli.mailbox import Launcher, Mailbox
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
@@ -186,14 +187,59 @@ def test_the_root_cause_is_told(failures, told, expected):
 
 
 def test_a_mailbox_keeps_what_ranks_leave(monkeypatch):
-    """Of ranks that are gone, without a file; what is no letter is passed over."""
-    assert not hand_over(Failure(1, "there is no launcher"))
+    """Of ranks that are gone, without a file; what is no letter is passed over. A rank hears of both kinds of end."""
+    assert Launcher.from_environment() is None
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
     with Mailbox(3) as box:
-        for rank in (1, 0):
-            monkeypatch.setenv("RANK", str(rank))
-            assert hand_over(Failure(2, "long " * 20_000))
+        assert not box.ask_to_stop()
+        ranks = [Launcher.from_environment() for _ in range(2)]
+        for number, rank in enumerate(ranks):
+            monkeypatch.setenv("RANK", str(number))
+            rank.tell(Failure(2, "long " * 20_000))
+            rank._socket.shutdown(socket.SHUT_WR)  # as when its process ends
+        ranks[0].watch(lambda: told.put("stop"), lambda: told.put("gone"))
+        assert box.ask_to_stop()
+        assert told.get(timeout=10) == "stop"
         socket.create_connection(("127.0.0.1", int(os.environ["THEMIS_MAILBOX"]))).close()
         assert box.letters() == dict.fromkeys((0, 1), Failure(2, "long " * 20_000))
+    assert told.get(timeout=10) == "gone"
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_an_interrupt_saves_and_the_run_goes_on(tmp_path, nproc, uninterrupted):
+    process = start(tmp_path, *RUN, "run", "--checkpoint.every", "0", "--nproc", nproc)
+    wait_for_step(tmp_path / "run", 5)
+    process.send_signal(signal.SIGINT)
+    status, _, err = finish(process)
+    step = len(metrics(tmp_path / "run"))
+    assert (status, 5 <= step < STEPS) == (130, True)
+    assert err.splitlines() == [
+        "",
+        "themis: finishing the step and saving; Ctrl-C again ends at once",
+        f"themis: stopped after step {step}, which is saved; continue with --resume run",
+    ]
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == [f"step-{step:06d}"]
+    assert finish(start(tmp_path, "train", "--resume", "run"))[0] == 0
+    assert [line[0] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
+    if nproc == "2":
+        assert metrics(tmp_path / "run") == uninterrupted
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path):
+    process = start(tmp_path, *RUN, "run", "--steps", "100000", "--checkpoint.every", "0")
+    wait_for_step(tmp_path / "run", 2)
+    workers = workers_of(process.pid)
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)  # so that the step does not end
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    for worker in workers:
+        os.kill(worker, signal.SIGCONT)
+    status, _, err = finish(process)
+    assert status == 130
+    assert "themis: stopped" in err.splitlines()[-1]
+    assert all(map(gone, workers))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="makes a small file system in a namespace of its own")

@@ -25,6 +25,7 @@ from themis.train.observer import Silent
 from themis.train.ranks import Place
 from themis.train.session import Session, build_model, shared_corpus
 from themis.train.state import allocate_optimizer_state, model_tensors, optimizer_tensors
+from themis.train.stopping import StopRequest
 
 SAVED, LAST = 4, 14
 #: Layer by expert; rank 1 owns nothing in the first layer, ranks 0 and 2 nothing in the second.
@@ -51,7 +52,8 @@ def train(
     place = Place(rank, world_size, torch.device("cpu"), Topology(1, world_size))
     model = build_model(config, place)
     executor = executor_of(model)
-    session = Session(config, run_dir, model, executor, shared_corpus(config, run_dir, executor.mesh), Silent())
+    corpus = shared_corpus(config, run_dir, executor.mesh)
+    session = Session(config, run_dir, model, executor, corpus, Silent(), StopRequest())
     if resume and owner_LE is not None:  # as if other owners had been saved
         take_up = executor.load_state_dict
         executor.load_state_dict = lambda saved: take_up({**saved, "owner_LE": owner_LE})  # type: ignore[method-assign]

@@ -7,14 +7,17 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import final
+from types import TracebackType
+from typing import Self, final
 
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 from themis.cli.units import format_bytes
+from themis.models import TransformersConfig
 from themis.train.config import RunConfig
 from themis.train.metrics import StepMetrics, Summary
 from themis.train.observer import Observer
@@ -35,19 +38,46 @@ class Console(Observer):
         self._terminal = Terminal(file=sys.stdout, highlight=False, width=width)
         self._progress: Progress | None = None
         self._task = TaskID(0)
+        self._status: Status | None = None
         self._shown_s = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Give the terminal back as it was, however the run ends."""
+        self._end_status()
+        if self._progress is not None:
+            self._progress.stop()
+
+    def preparing(self, what: str) -> None:
+        """See Observer: a moving line on a terminal, until something else is shown; a plain one elsewhere."""
+        if self._as_json:
+            return
+        self._end_status()
+        if self._progress is not None:
+            self._progress.update(self._task, description=what)
+        elif self._terminal.is_terminal:
+            self._status = self._terminal.status(Text(what))
+            self._status.start()
+        else:
+            self.say(f"preparing: {what}")
 
     def started(self, config: RunConfig, run_dir: Path, step: int, world_size: int) -> None:
         """See Observer."""
         if self._as_json:
             return
+        self._end_status()
         model = config.model
-        self._say(
-            f"{config.name}: {model.num_layers} layers, {model.num_experts} experts, top-{model.top_k}, "
+        family = f" ({model.model_type})" if isinstance(model, TransformersConfig) else ""
+        self.say(
+            f"{config.name}{family}: {model.num_layers} layers, {model.num_experts} experts, top-{model.top_k}, "
             f"policy {config.policy.name}, {world_size} rank(s), {run_dir}"
         )
         if step:
-            self._say(f"going on after step {step}")
+            self.say(f"going on after step {step}")
         if self._terminal.is_terminal:
             columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")]
             self._progress = Progress(*columns, TimeRemainingColumn(), console=self._terminal)
@@ -69,7 +99,7 @@ class Console(Observer):
         evaluated = metrics.held_out_loss is not None
         if evaluated or (self._progress is None and now_s - self._shown_s >= _LINE_EVERY_S):
             held_out = f"  held-out {metrics.held_out_loss:.3f}" if evaluated else ""
-            self._say(f"step {metrics.step:>6}  {text}{held_out}")
+            self.say(f"step {metrics.step:>6}  {text}{held_out}")
             self._shown_s = now_s
 
     def finished(self, summary: Summary, prompt: str, text: str) -> None:
@@ -80,12 +110,20 @@ class Console(Observer):
             print(json.dumps({**asdict(summary), "prompt": prompt, "sample": text}), flush=True)
             return
         if text:
-            self._say("\nsample (prompt, then what the model wrote):")
+            self.say("\nsample (prompt, then what the model wrote):")
             self._terminal.print(Text(_printable(prompt), style="dim"), Text(_printable(text)), sep="")
-            self._say("")
+            self.say("")
         self._terminal.print(summary_table(summary))
 
-    def _say(self, line: str) -> None:
+    def _end_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def say(self, line: str) -> None:
+        """A line, plain and for good; none with `as_json`."""
+        if self._as_json:
+            return
         self._terminal.print(Text(line), soft_wrap=True)
 
 

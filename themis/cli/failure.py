@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import final
 
 from themis.core.errors import CheckpointError, ConfigError, ThemisError
+from themis.train.stopping import RunStopped
 
 BAD_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
-
-#: Set for the workers of `themis train --nproc`, to the launcher's process id.
-LAUNCHED_BY = "THEMIS_LAUNCHER"
 
 
 @final
@@ -46,7 +44,9 @@ class Failure:
 def explain(error: BaseException, trace_dir: Path | None = None) -> Failure:
     """What to tell the user about `error`. What nobody foresaw keeps its traceback in a file under `trace_dir`."""
     if isinstance(error, KeyboardInterrupt):
-        return Failure(INTERRUPTED, "stopped; continue with --resume")
+        return Failure(INTERRUPTED, "stopped")
+    if isinstance(error, RunStopped):
+        return Failure(INTERRUPTED, one_line(error))
     if isinstance(error, ConfigError | CheckpointError):
         return Failure(BAD_INPUT, one_line(error))
     if isinstance(error, ThemisError):

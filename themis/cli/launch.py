@@ -6,8 +6,6 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +14,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from themis.cli.failure import FAILED, INTERRUPTED, LAUNCHED_BY, Failure
+from themis.cli.failure import FAILED, INTERRUPTED, Failure
+from themis.cli.interrupt import gentle_interrupt
 from themis.cli.mailbox import Mailbox
 
 _SHUTDOWN_S = 5
@@ -28,7 +27,6 @@ def launch(run_dir: Path, nproc: int, *, resume: bool, as_json: bool) -> Failure
     Stop signals reach every worker, and none outlives this process.
     """
     _quiet_elastic()
-    os.environ[LAUNCHED_BY] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     config = LaunchConfig(
         min_nodes=1,
@@ -42,20 +40,19 @@ def launch(run_dir: Path, nproc: int, *, resume: bool, as_json: bool) -> Failure
         monitor_interval=0.1,
         local_addr="localhost",
         shutdown_timeout=_SHUTDOWN_S,
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # SIGINT is ours
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # what ranks say comes through the mailbox
     )
     command = ["-m", "themis.cli.worker", str(run_dir), *(["--resume"] if resume else [])]
     command += ["--json"] if as_json else []
-    with Mailbox(nproc) as mailbox:
+    with Mailbox(nproc) as mailbox, gentle_interrupt(mailbox.ask_to_stop, _end):
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             return root_cause(error.failures, mailbox.letters(), run_dir)
         except SignalException as error:
             name = signal.Signals(error.sigval).name
-            return Failure(INTERRUPTED, f"stopped by {name}; {_how_to_go_on(run_dir)}")
-        finally:
-            del os.environ[LAUNCHED_BY]
+            return Failure(INTERRUPTED, f"stopped by {name}; {how_to_go_on(run_dir)}")
     return None
 
 
@@ -68,30 +65,22 @@ def root_cause(failures: Mapping[int, ProcessFailure], told: Mapping[int, Failur
         rank = min(killed)
         code = failures[rank].exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return Failure(FAILED, f"rank {rank} {how}; {_how_to_go_on(run_dir)}")
+        return Failure(FAILED, f"rank {rank} {how}; {how_to_go_on(run_dir)}")
     if told:
         return told[min(told, key=lambda rank: (told[rank].status != 2, rank))]
-    return Failure(FAILED, f"rank {min(failures)} was stopped; {_how_to_go_on(run_dir)}")
+    return Failure(FAILED, f"rank {min(failures)} was stopped; {how_to_go_on(run_dir)}")
 
 
-def _how_to_go_on(run_dir: Path) -> str:
+def how_to_go_on(run_dir: Path) -> str:
+    """What a user can do about a run in `run_dir` that did not end by itself."""
     if any((run_dir / "checkpoints").glob("step-*[0-9]")):
         return f"continue with --resume {run_dir}"
     return "no checkpoint was written yet, so start it again"
 
 
-def end_with_launcher() -> None:
-    """In a worker: a thread that ends this process when the launcher is gone, however that died."""
-    launcher = os.environ.get(LAUNCHED_BY)
-    if launcher is None:
-        return
-
-    def watch() -> None:
-        while os.getppid() == int(launcher):
-            time.sleep(0.5)
-        os._exit(FAILED)
-
-    threading.Thread(target=watch, name="themis-launcher-watch", daemon=True).start()
+def _end() -> None:
+    """Have torch's launcher end all workers, as for the signals it handles itself."""
+    raise SignalException("interrupted", signal.SIGINT)
 
 
 def _quiet_elastic() -> None:

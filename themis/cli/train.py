@@ -15,8 +15,9 @@ import torch
 import tyro
 
 from themis.cli.console import Console
-from themis.cli.failure import explain, report
-from themis.cli.launch import launch
+from themis.cli.failure import INTERRUPTED, Failure, explain, report
+from themis.cli.interrupt import gentle_interrupt
+from themis.cli.launch import how_to_go_on, launch
 from themis.cli.parse import parse
 from themis.cli.resume import finished, how_to_train_on, newest_run, take_resume
 from themis.cli.worker import config_path, end_rank, work
@@ -26,10 +27,11 @@ from themis.comm.mesh import Mesh
 from themis.core.errors import ConfigError
 from themis.train.checkpoint import require_any
 from themis.train.config import RunConfig, load_config, save_config
-from themis.train.data import open_corpus, prepare
+from themis.train.data import is_prepared, open_corpus, prepare
 from themis.train.ranks import Place, choose_device, joined
 from themis.train.recipes import RECIPES, list_recipes, recipe
 from themis.train.session import run
+from themis.train.stopping import StopRequest
 
 _PROG = "themis train RECIPE"
 _NO_RECIPE = """
@@ -104,9 +106,13 @@ def _train_here(options: TrainOptions, run_dir: Path | None, *, resume: bool) ->
     if resume and (summary := finished(directory, config.steps)) is not None:
         return _show_finished(summary, directory, as_json=options.json)
     fresh = not directory.exists()
+    console = Console(as_json=options.json)
     try:
         _prepare_directory(directory, resume=resume)
-        prepare(config.data, directory / "data")
+        if not is_prepared(config.data, directory / "data"):
+            with console:
+                console.preparing(f"tokenising {config.data.source or 'the Python standard library'}")
+                prepare(config.data, directory / "data")
         corpus = open_corpus(config.data, directory / "data")
         corpus.check(config.model.sequence_length, config.model.vocab_size)
         save_config(config, config_path(directory, resume=resume))
@@ -115,13 +121,32 @@ def _train_here(options: TrainOptions, run_dir: Path | None, *, resume: bool) ->
             shutil.rmtree(directory, ignore_errors=True)
         raise
     if nproc == 1:
-        try:
-            work(config, directory, resume=resume, as_json=options.json)
-        except Exception as error:
-            return report(explain(error, directory))
-        return 0
+        return _train_alone(config, directory, resume=resume, as_json=options.json)
+    console.say(f"starting {nproc} ranks")
     failure = launch(directory, nproc, resume=resume, as_json=options.json)
     return 0 if failure is None else report(failure)
+
+
+def _train_alone(config: RunConfig, directory: Path, *, resume: bool, as_json: bool) -> int:
+    """In this process."""
+    stop = StopRequest()
+
+    def ask() -> bool:
+        stop.ask()
+        return True
+
+    try:
+        with gentle_interrupt(ask, _interrupt):
+            work(config, directory, stop, resume=resume, as_json=as_json)
+    except KeyboardInterrupt:
+        return report(Failure(INTERRUPTED, f"stopped by SIGINT; {how_to_go_on(directory)}"))
+    except Exception as error:
+        return report(explain(error, directory))
+    return 0
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def _train_as_rank(options: TrainOptions, run_dir: Path | None, *, resume: bool) -> int:
@@ -136,7 +161,8 @@ def _train_as_rank(options: TrainOptions, run_dir: Path | None, *, resume: bool)
             if place.rank == 0:
                 _prepare_directory(directory, resume=resume)
                 save_config(config, config_path(directory, resume=resume))
-            run(config, directory, place, Console(as_json=options.json), resume=resume)
+            with Console(as_json=options.json) as console:
+                run(config, directory, place, console, resume=resume)
         except BaseException as error:
             end_rank(error, run_dir)
     return 0

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from themis.cli.console import Console
-from themis.cli.failure import Failure, explain, report
-from themis.cli.launch import end_with_launcher
-from themis.cli.mailbox import hand_over
+from themis.cli.failure import FAILED, Failure, explain, report
+from themis.cli.mailbox import Launcher
 from themis.moe.host_memory import keep_host_memory
 from themis.train.config import RunConfig, load_config
 from themis.train.ranks import joined
 from themis.train.session import run
+from themis.train.stopping import StopRequest
 
 
 def config_path(run_dir: Path, *, resume: bool) -> Path:
@@ -27,12 +27,12 @@ def config_path(run_dir: Path, *, resume: bool) -> Path:
     return run_dir / ("resumed.json" if resume else "config.json")
 
 
-def work(config: RunConfig, run_dir: Path, *, resume: bool, as_json: bool) -> None:
+def work(config: RunConfig, run_dir: Path, stop: StopRequest, *, resume: bool, as_json: bool) -> None:
     """Join the other ranks and train; rank 0 draws."""
-    with joined(config.parallel) as place:
+    with joined(config.parallel) as place, Console(as_json=as_json) as console:
         if place.device.type == "cpu":
             keep_host_memory()
-        run(config, run_dir, place, Console(as_json=as_json), resume=resume)
+        run(config, run_dir, place, console, resume=resume, stop=stop)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,22 +42,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    end_with_launcher()
+    stop, launcher = StopRequest(), Launcher.from_environment()
+    if launcher is not None:
+        launcher.watch(stop.ask, lambda: os._exit(FAILED))
     try:
         config = load_config(config_path(given.run_dir, resume=given.resume))
-        work(config, given.run_dir, resume=given.resume, as_json=given.json)
+        work(config, given.run_dir, stop, resume=given.resume, as_json=given.json)
     except BaseException as error:
-        end_rank(error, given.run_dir)
+        end_rank(error, given.run_dir, launcher)
     return 0
 
 
-def end_rank(error: BaseException, run_dir: Path | None) -> NoReturn:
+def end_rank(error: BaseException, run_dir: Path | None, launcher: Launcher | None = None) -> NoReturn:
     """End this process for `error`, told to the launcher or shown in a line.
 
     At once: threads and process groups of a failed run may wait for peers that are gone.
     """
     failure = explain(error, run_dir)
-    if not hand_over(failure):
+    if launcher is not None:
+        launcher.tell(failure)
+    else:
         report(Failure(failure.status, f"rank {os.environ.get('RANK', '0')}: {failure.line}"))
     sys.stdout.flush()
     os._exit(failure.status)

@@ -14,6 +14,10 @@ class Observer(ABC):
     """Told on rank 0 what happens."""
 
     @abstractmethod
+    def preparing(self, what: str) -> None:
+        """`what` begins, which takes a while, before the first step is logged."""
+
+    @abstractmethod
     def started(self, config: RunConfig, run_dir: Path, step: int, world_size: int) -> None:
         """Training starts after `step` steps that were done before."""
 
@@ -33,6 +37,9 @@ class Observer(ABC):
 @final
 class Silent(Observer):
     """Watches and says nothing."""
+
+    def preparing(self, what: str) -> None:
+        """Nothing."""
 
     def started(self, config: RunConfig, run_dir: Path, step: int, world_size: int) -> None:
         """Nothing."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import final
 
 import numpy as np
 import torch
 
-from themis.comm.collectives import all_reduce_sum
+from themis.comm.collectives import all_reduce_sum, barrier
 from themis.comm.mesh import Mesh
 from themis.comm.together import work_together
 from themis.core.errors import ConfigError
@@ -26,7 +27,7 @@ from themis.train.config import RunConfig, save_config
 from themis.train.data import Corpus, is_prepared, open_corpus, prepare
 from themis.train.evaluate import sample_text
 from themis.train.metrics import MetricsLog, RoutingLog, StepMetrics, Summary, read_lines, summarise
-from themis.train.observer import Observer
+from themis.train.observer import Observer, Silent
 from themis.train.optim import build_optimizer
 from themis.train.ranks import Place
 from themis.train.run_lock import exclusive
@@ -39,25 +40,42 @@ from themis.train.state import (
     reshard,
     restore_random,
 )
+from themis.train.stopping import RunStopped, StopRequest
 from themis.train.trainer import Hooks, Trainer
 
 
-def run(config: RunConfig, run_dir: Path, place: Place, observer: Observer, *, resume: bool) -> Summary | None:
+def run(
+    config: RunConfig,
+    run_dir: Path,
+    place: Place,
+    observer: Observer,
+    *,
+    resume: bool,
+    stop: StopRequest | None = None,
+) -> Summary | None:
     """Train as `config` says, writing into `run_dir`; a collective. Returns the summary on rank 0, None elsewhere.
 
-    With `resume` the run goes on from its newest whole checkpoint. ConfigError for data that does not fit,
-    CheckpointError, PeerError.
+    With `resume` the run goes on from its newest whole checkpoint. Asked to `stop`, on any rank, it ends after the
+    step under way, with a checkpoint, in RunStopped. ConfigError for data that does not fit, CheckpointError,
+    PeerError.
     """
+    watcher = observer if place.rank == 0 else Silent()
     with exclusive(run_dir) if place.rank == 0 else nullcontext():
-        return _run(config, run_dir, place, observer, resume=resume)
+        return _run(config, run_dir, place, watcher, stop or StopRequest(), resume=resume)
 
 
-def _run(config: RunConfig, run_dir: Path, place: Place, observer: Observer, *, resume: bool) -> Summary | None:
+def _run(
+    config: RunConfig, run_dir: Path, place: Place, observer: Observer, stop: StopRequest, *, resume: bool
+) -> Summary | None:
+    observer.preparing("building the model")
     model = build_model(config, place)
     executor = executor_of(model)
     try:
+        observer.preparing("opening the data")
         corpus = shared_corpus(config, run_dir, executor.mesh)
-        session = Session(config, run_dir, model, executor, corpus, observer)
+        session = Session(config, run_dir, model, executor, corpus, observer, stop)
+        if resume:
+            observer.preparing("reading the checkpoint")
         return session.train(session.resume() if resume else 0)
     finally:
         executor.close()
@@ -115,6 +133,7 @@ class Session:
         executor: Executor,
         corpus: Corpus,
         observer: Observer,
+        stop: StopRequest,
     ) -> None:
         self.config = config
         self.run_dir = run_dir
@@ -122,6 +141,7 @@ class Session:
         self.executor = executor
         self.corpus = corpus
         self.observer = observer
+        self.stop = stop
         self.mesh: Mesh = executor.mesh
         self.optimizer: torch.optim.Optimizer | None = None
 
@@ -143,16 +163,16 @@ class Session:
         return found.step
 
     def train(self, first_step: int) -> Summary | None:
-        """Train after `first_step` steps, evaluate, sample, summarise. A collective."""
+        """Train after `first_step` steps, evaluate, sample, summarise. A collective. RunStopped."""
         leads = self.mesh.rank == 0
         optimizer = self.optimizer or build_optimizer(self.model, self.config.optimizer)
         trainer = Trainer(self.config, self.model, self.executor, optimizer, self.corpus)
         if not leads:
             with self._saver() as saver:
-                hooks = Hooks(
-                    _ignore_metrics, _ignore_step, lambda step: self._save(saver, step, optimizer), saver.check
-                )
-                trainer.run(first_step, hooks)
+                save_mine = partial(self._save, saver, optimizer=optimizer)
+                hooks = Hooks(_ignore_metrics, _ignore_step, save_mine, saver.check, self._stops)
+                done = trainer.run(first_step, hooks)
+            self._require_all(done)
             if self.config.log.sample_tokens:
                 sample_text(self.model, self.corpus, self.config, self.mesh)
             return None
@@ -172,12 +192,23 @@ class Session:
             self._save(saver, step, optimizer)
 
         self.observer.started(self.config, self.run_dir, first_step, self.mesh.world_size)
+        self.observer.preparing("the first step, which loads what is compiled")
         try:
             with self._saver() as saver:
-                trainer.run(first_step, Hooks(log, record, save, saver.check))
+                done = trainer.run(first_step, Hooks(log, record, save, saver.check, self._stops))
         finally:
             metrics_log.close()
+        self._require_all(done)
         return self._finish()
+
+    def _stops(self) -> bool:
+        return self.stop.agreed(self.mesh)
+
+    def _require_all(self, done: int) -> None:
+        """RunStopped where steps are left; once every rank is here, as the first that ends takes the others along."""
+        if done < self.config.steps:
+            barrier(self.mesh)
+            raise RunStopped(done, str(self.run_dir))
 
     def _finish(self) -> Summary:
         prompt, text = "", ""

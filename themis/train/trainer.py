@@ -28,12 +28,16 @@ from themis.train.sampling import split
 @final
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop calls: `check` before a step, `log` with its metrics, `record` where routing is due, `save`."""
+    """What the loop calls: `check` before a step, `log` with its metrics, `record` where routing is due, `save`.
+
+    `stops` is asked after each step and answers alike on all ranks.
+    """
 
     log: Callable[[StepMetrics], None]
     record: Callable[[int], None]
     save: Callable[[int], None]
     check: Callable[[], None]
+    stops: Callable[[], bool]
 
 
 @final
@@ -54,8 +58,8 @@ class Trainer:
         self.optimizer = optimizer
         self.corpus = corpus
 
-    def run(self, first_step: int, hooks: Hooks) -> None:
-        """Train from `first_step` steps done to the configured number. A collective."""
+    def run(self, first_step: int, hooks: Hooks) -> int:
+        """Train from `first_step` steps done to the configured number; returns how many are done. A collective."""
         config, log = self.config, self.config.log
         meter = Meter(self.executor)
         self.model.train()
@@ -75,9 +79,13 @@ class Trainer:
                 hooks.log(metrics)
             if _due(step, log.routing_every):
                 hooks.record(step)
-            if last or _due(step, config.checkpoint.every):
+            stops = hooks.stops()
+            if last or stops or _due(step, config.checkpoint.every):
                 hooks.save(step)
                 meter.restart()
+            if stops:
+                return step
+        return max(first_step, config.steps)
 
     def step(self, done: int) -> tuple[Tensor, float]:
         """One optimizer step after `done` steps: (loss, cross-entropy, auxiliary, z) of this rank [4], gradient norm.
