@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import themis
 from themis.core.errors import ConfigError
@@ -24,6 +25,7 @@ import transformers
 from themis.testing.directories import stored_tensors
 from themis.testing.families import build_tiny
 from themis.testing.models import ScriptedPolicy
+from themis.testing.ranks import run_ranks
 from themis.train.transformers_trainer import ThemisTrainer
 
 
@@ -101,6 +103,29 @@ def test_what_trainer_cannot_save_is_refused(tmp_path: Path) -> None:
     themis.parallelize(model)
     with pytest.raises(ConfigError, match=r"save_strategy is 'steps'; .*give \"no\""):
         ThemisTrainer(model=model, args=_arguments(tmp_path, 1, "steps"), eval_dataset=[{}])
-    with pytest.raises(ConfigError, match=r"call themis\.export\(model, path\)"):
-        model.save_pretrained(tmp_path / "model")
+    plain = transformers.Trainer(model=model, args=_arguments(tmp_path, 1), eval_dataset=[{}])
+    for save in (model.save_pretrained, plain.save_model):
+        with pytest.raises(ConfigError, match=r"still in memory.*: call themis\.export\(model, path\).*ThemisTrainer"):
+            save(str(tmp_path / "model"))
     executor_of(model).close()
+
+
+def _wrapped(rank: int, directory: Path, how: str) -> None:
+    model: Any = build_tiny("mixtral")
+    window = torch.arange(3, 12)
+    if how == "Trainer":
+        arguments = _arguments(directory, 1)
+        themis.parallelize(model)
+        data = [{"input_ids": window, "labels": window}] * 4
+        transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data).train()
+    else:
+        themis.parallelize(model)
+        DistributedDataParallel(model)(input_ids=window[None])
+
+
+@pytest.mark.parametrize("how", ["Trainer", "by hand"])
+def test_a_second_data_parallelism_is_refused_in_the_first_step(tmp_path: Path, how: str) -> None:
+    """Plain Trainer wraps the model in silence: experts of one rank would take the place of another's."""
+    for outcome in run_ranks(2, _wrapped, tmp_path, how, return_errors=True):
+        assert "the model runs inside DistributedDataParallel" in str(outcome)
+        assert "ThemisTrainer" in str(outcome)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, final, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from themis.comm.communicator import Communicator
 from themis.comm.mesh import Mesh
@@ -212,8 +213,24 @@ def _install(model: nn.Module, sites: list[MoESite], executor: Executor) -> None
 
 def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
     raise ConfigError(
-        "save_pretrained would write the experts of one rank alone; call themis.export(model, path) on every rank"
+        "save_pretrained would write the experts of one rank alone; the model is still in memory as it was trained: "
+        "call themis.export(model, path) on every rank, and under transformers' Trainer use "
+        "themis.train.transformers_trainer.ThemisTrainer, whose save_model does so"
     )
+
+
+def _refuse_averaged_experts(executor: Executor) -> None:
+    """Refuse DistributedDataParallel over experts: each rank owns others, which it would overwrite and average."""
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None:
+        return
+    averaged = {id(parameter) for parameter in wrapper._module_parameters}
+    if any(id(p) in averaged for layer in executor.layers for p in layer.shard.experts.parameters()):
+        raise ConfigError(
+            "the model runs inside DistributedDataParallel, which averages experts that differ between ranks, and has "
+            "overwritten them; Themis averages gradients itself: build the model anew and call it as it is, under "
+            "transformers' Trainer through themis.train.transformers_trainer.ThemisTrainer"
+        )
 
 
 @final
@@ -227,6 +244,7 @@ class _StartForward:
     def __call__(self, module: nn.Module, _: object) -> None:
         executor = self._ref()
         assert executor is not None
+        _refuse_averaged_experts(executor)
         executor.begin_forward(module.training)
 
     def __deepcopy__(self, _: object) -> NoReturn:
