@@ -19,6 +19,8 @@ LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 
 def main() -> None:
     """Train on this file's own bytes, then write a directory that transformers loads."""
+    if Path("continued").exists():
+        sys.exit("continued/ exists, and what is trained is to be written there: move it away first")
     dist.init_process_group("gloo")
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else "small-mixtral")
     if dist.get_rank() == 0 and not directory.exists():

@@ -1,5 +1,8 @@
 """From the meta device to a directory for transformers: torchrun --nproc-per-node 2 examples/export_model.py"""
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -13,6 +16,8 @@ LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 
 def main() -> None:
     """Start a model that no rank ever holds whole, write it, and load it with transformers alone."""
+    if Path("exported").exists():
+        sys.exit("exported/ exists, and the model is to be written there: move it away first")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     with torch.device("meta"):

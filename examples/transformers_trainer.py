@@ -1,5 +1,6 @@
 """The same under transformers' Trainer: torchrun --nproc-per-node 2 examples/transformers_trainer.py"""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 
 def main() -> None:
     """Train on this file's own bytes."""
+    if Path("trained").exists():
+        sys.exit("trained/ exists, and the model is to be written there: move it away first")
     arguments = TrainingArguments(
         output_dir="out",
         per_device_train_batch_size=8,
