@@ -248,7 +248,7 @@ def test_checkpoints_that_cannot_be_used(workplace, capsys, damage):
         (checkpoint / "rank-00000.json").unlink()
         expected = "rank-00000.json is unreadable"
     else:
-        resume += ["--model.expert-hidden", "24"]
+        resume += ["--model.expert-hidden", "24", "--steps", "4"]
         expected = "does not fit the model"
     before = (workplace / "run/config.json").read_text()
     assert expected in read_failure(capsys, resume)
