@@ -155,16 +155,20 @@ def test_what_ranks_say_is_one_line(tmp_path):
 
 
 def test_under_torchrun(uninterrupted, tmp_path):
-    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "themis.cli.main"]
-    arguments += [*RUN[:2], *RUN[4:]]  # torchrun takes --nproc for its own
+    """A whole run; resumed, it is finished, which is said once."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "themis.cli.main"]
     (tmp_path / "text.txt").write_text("".join(f"{n} and {n + 1}. " for n in range(500)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments, "run"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90
-    )
-    assert done.returncode == 0, done.stderr
+    said = []
+    # torchrun takes --nproc for its own
+    for arguments in ([*RUN[:2], *RUN[4:], "run"], ["train", "--resume", "run"]):
+        command = [sys.executable, *launcher, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
     assert metrics(tmp_path / "run") == uninterrupted
-    assert not list((tmp_path / "tmp").glob("themis*")), "a killed launcher left files outside the run directory"
+    assert said[1] == f"run has done its {STEPS} steps already; to train on: themis train --resume run --steps 48\n"
+    assert not (tmp_path / "run/resumed.json").exists()
 
 
 def ended(exitcode: int) -> ProcessFailure:
