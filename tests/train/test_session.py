@@ -19,6 +19,7 @@ import torch
 from tests.train.harness import small_config, train_on_ranks, write_text
 from themis.core.topology import Topology
 from themis.testing.ranks import RankError, run_ranks
+from themis.train import checkpoint as checkpoints
 from themis.train.config import BatchConfig, PolicyConfig
 from themis.train.metrics import Summary
 from themis.train.observer import Silent
@@ -151,6 +152,33 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(reference, tmp_path):
     np.testing.assert_allclose(losses(again), losses(expected), rtol=EXACT)
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == ["damaged-step-000008", "latest", "step-000004", "step-000008"]
+
+
+def _resume_slowly(rank: int, config, run_dir: Path) -> None:
+    find = checkpoints.find
+
+    def find_slowly(directory: Path):
+        time.sleep(1.5 * config.parallel.timeout_s)
+        return find(directory)
+
+    checkpoints.find = find_slowly  # type: ignore[assignment]  # in this forked process alone
+    run(config, run_dir, Place(rank, 2, torch.device("cpu"), Topology(1, 2)), Silent(), resume=True)
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_reading_a_checkpoint_may_take_longer_than_peers_wait(reference, tmp_path, damage):
+    directory, _ = reference
+    config = small_config(directory / "text.txt", steps=4)
+    train_on_ranks(2, config, tmp_path / "run")
+    config = replace(config, steps=5, parallel=replace(config.parallel, timeout_s=4.0))
+    if damage:
+        (tmp_path / "run/checkpoints/step-000004/trainer.json").unlink()
+    outcomes = run_ranks(2, _resume_slowly, config, tmp_path / "run", timeout_s=50.0, return_errors=True)
+    if not damage:
+        assert [outcome.error for outcome in outcomes] == [None, None]
+        return
+    assert all("CheckpointError" in str(outcome) for outcome in outcomes)
+    assert "trainer.json is unreadable" in str(outcomes[0])
 
 
 def test_a_checkpoint_of_another_model_is_refused(reference, tmp_path):

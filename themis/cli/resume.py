@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from themis.core.errors import CheckpointError, ConfigError
 from themis.train.checkpoint import find
@@ -44,19 +43,20 @@ def newest_run(name: str | None, parent: Path = Path("runs")) -> Path:
     return max(found)[2]
 
 
-def finished(run_dir: Path, steps: int) -> dict[str, Any] | None:
-    """The summary of the run in `run_dir` if it has done `steps` steps or more and all that follows; else None.
+def finished(run_dir: Path, steps: int) -> int:
+    """How many steps the run in `run_dir` has done if it has done `steps` or more and all that follows; else 0.
 
-    Only reads, unless a checkpoint was being replaced when a run was killed. One that counts as done is whole.
+    Only reads, unless a checkpoint was being replaced when a run was killed. One that counts as done is whole, which
+    takes as long as reading it.
     """
     try:
-        summary = json.loads((run_dir / "summary.json").read_text())
-        if not isinstance(summary, dict) or int(summary["steps"]) < steps:
-            return None
+        done = int(json.loads((run_dir / "summary.json").read_text())["steps"])
+        if done < steps:
+            return 0
         found, damaged = find(run_dir / "checkpoints")
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):
-        return None
-    return summary if found.step == summary["steps"] and not damaged else None
+        return 0
+    return done if found.step == done and not damaged else 0
 
 
 def how_to_train_on(run_dir: Path, done: int) -> str:

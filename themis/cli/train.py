@@ -6,10 +6,10 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Annotated, final
 
 import torch
 import tyro
@@ -24,6 +24,7 @@ from themis.cli.worker import config_path, end_rank, work
 from themis.comm.collectives import all_reduce_sum
 from themis.comm.launch import Launch
 from themis.comm.mesh import Mesh
+from themis.comm.together import work_together
 from themis.core.errors import ConfigError
 from themis.train.checkpoint import require_any
 from themis.train.config import RunConfig, load_config, save_config
@@ -103,8 +104,8 @@ def _train_here(options: TrainOptions, run_dir: Path | None, *, resume: bool) ->
     config.parallel.topology(nproc, nproc)
     choose_device(config.parallel.device, 0, nproc)
     directory = run_dir or _new_directory(config.name)
-    if resume and (summary := finished(directory, config.steps)) is not None:
-        return _show_finished(summary, directory, as_json=options.json)
+    if resume and finished(directory, config.steps):
+        return _show_finished(directory, as_json=options.json)
     fresh = not directory.exists()
     console = Console(as_json=options.json)
     try:
@@ -154,10 +155,10 @@ def _train_as_rank(options: TrainOptions, run_dir: Path | None, *, resume: bool)
     config = options.run
     with joined(config.parallel) as place:
         try:
-            directory = run_dir or _new_directory(config.name, _agreed(config, place, int(time.time())))
-            summary = finished(directory, config.steps) if resume and place.rank == 0 else None
-            if _agreed(config, place, int(summary is not None)):
-                return 0 if summary is None else _show_finished(summary, directory, as_json=options.json)
+            directory = run_dir or _new_directory(config.name, _agreed(config, place, lambda: int(time.time())))
+            done = _agreed(config, place, lambda: finished(directory, config.steps)) if resume else 0
+            if done:
+                return _show_finished(directory, as_json=options.json) if place.rank == 0 else 0
             if place.rank == 0:
                 _prepare_directory(directory, resume=resume)
                 save_config(config, config_path(directory, resume=resume))
@@ -179,16 +180,18 @@ def _new_directory(name: str, now_s: int | None = None) -> Path:
     raise AssertionError
 
 
-def _agreed(config: RunConfig, place: Place, value: int) -> int:
-    """Rank 0's `value`, on every rank. A collective."""
+def _agreed(config: RunConfig, place: Place, ask: Callable[[], int]) -> int:
+    """What rank 0 gets when it asks, however long that takes; on every rank. A collective."""
     mesh = Mesh.create(place.topology, device=place.device, timeout_s=config.parallel.timeout_s)
-    agreed = torch.tensor([value if place.rank == 0 else 0])
-    all_reduce_sum(mesh, agreed)
+    answers: list[int] = []
+    work_together(mesh, (lambda: answers.append(ask())) if place.rank == 0 else None)
+    agreed = all_reduce_sum(mesh, torch.tensor(answers or [0]))
     mesh.close()
     return int(agreed)
 
 
-def _show_finished(summary: dict[str, Any], run_dir: Path, *, as_json: bool) -> int:
+def _show_finished(run_dir: Path, *, as_json: bool) -> int:
+    summary = json.loads((run_dir / "summary.json").read_text())
     print(json.dumps(summary) if as_json else how_to_train_on(run_dir, summary["steps"]), flush=True)
     return 0
 

@@ -42,7 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    stop, launcher = StopRequest(), Launcher.from_environment()
+    stop = StopRequest()
+    try:
+        launcher = Launcher.from_environment()
+    except OSError:  # it is gone, and with it who would listen
+        return FAILED
     if launcher is not None:
         launcher.watch(stop.ask, lambda: os._exit(FAILED))
     try:

@@ -15,7 +15,7 @@ import torch
 from themis.comm.collectives import all_reduce_sum, barrier
 from themis.comm.mesh import Mesh
 from themis.comm.together import work_together
-from themis.core.errors import ConfigError
+from themis.core.errors import CheckpointError, ConfigError
 from themis.core.files import replace_text
 from themis.fssdp import MixedPrecision, parallelize, step_report
 from themis.fssdp.api import executor_of
@@ -238,19 +238,24 @@ class Session:
         return {**model_tensors(self.model), **optimizer_tensors(self.model, optimizer)}
 
     def _agreed_checkpoint(self) -> Checkpoint:
-        """The checkpoint that rank 0 finds whole; the others take its word for the step."""
+        """The checkpoint that rank 0 finds whole, however long reading it takes; the others take its word for the step.
+
+        CheckpointError on every rank where there is none.
+        """
         directory = self.run_dir / "checkpoints"
-        step = torch.zeros(1, dtype=torch.int64)
-        if self.mesh.rank == 0:
-            found, damaged = checkpoints.find(directory)
-            checkpoints.set_aside(directory, found.step)
-            for line in damaged:
-                self.observer.noticed(f"{line}; going on from step {found.step}")
-            step[0] = found.step
-        all_reduce_sum(self.mesh, step)
-        if self.mesh.rank == 0:
-            return found
-        return checkpoints.open_whole(directory, int(step))
+        mine: list[Checkpoint] = []
+        look = partial(self._find_whole, directory, mine)
+        if work_together(self.mesh, look if self.mesh.rank == 0 else None):
+            raise CheckpointError(f"rank 0 found no whole checkpoint in {str(directory)!r}")
+        step = all_reduce_sum(self.mesh, torch.tensor([found.step for found in mine] or [0]))
+        return mine[0] if mine else checkpoints.open_whole(directory, int(step))
+
+    def _find_whole(self, directory: Path, into: list[Checkpoint]) -> None:
+        found, damaged = checkpoints.find(directory)
+        checkpoints.set_aside(directory, found.step)
+        for line in damaged:
+            self.observer.noticed(f"{line}; going on from step {found.step}")
+        into.append(found)
 
 
 def _ignore_metrics(metrics: StepMetrics) -> None:
