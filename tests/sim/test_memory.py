@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from themis.policies import EP, Themis, ThemisRM
-from themis.sim.asking import asked
 from themis.sim.efficiency import CLUSTERS
 from themis.sim.memory import Peak, activation_bytes, memory_use, moved_bytes
 from themis.sim.workload import Workload, paper_model
@@ -17,7 +16,7 @@ EXPERT = 3 * 4096 * 6400
 
 
 def test_sixteen_bytes_a_parameter():
-    use = memory_use(WORK, asked(EP()), Peak(1000.0))
+    use = memory_use(WORK, EP(), Peak(1000.0))
     assert use.expert_parameters == 2 * 8 * EXPERT
     assert use.expert_gradients == use.expert_parameters
     assert use.expert_optimizer == 6 * use.expert_parameters
@@ -29,11 +28,11 @@ def test_sixteen_bytes_a_parameter():
 
 def test_replicas_live_in_all_layers_or_in_two():
     peak = Peak(1000.0, 200.0, replicas=16.0, layer_replicas=2.0)
-    themis, rm = memory_use(WORK, asked(Themis(budget=2)), peak), memory_use(WORK, asked(ThemisRM(budget=2)), peak)
+    themis, rm = memory_use(WORK, Themis(budget=2), peak), memory_use(WORK, ThemisRM(budget=2), peak)
     assert themis.replica_parameters == 2 * 16 * EXPERT
     assert rm.replica_parameters == 2 * 4 * EXPERT
     assert themis.replica_gradients == rm.replica_gradients == 2 * 4 * EXPERT
-    assert themis.expert_optimizer == rm.expert_optimizer == memory_use(WORK, asked(EP()), peak).expert_optimizer
+    assert themis.expert_optimizer == rm.expert_optimizer == memory_use(WORK, EP(), peak).expert_optimizer
 
 
 def test_activations_grow_with_tokens_and_with_the_fullest_device():

@@ -14,7 +14,7 @@ from themis.sim.efficiency import CLUSTERS
 from themis.sim.hardware import Cluster, Device
 from themis.sim.results import Totals
 from themis.sim.routing import GeneratedRouting, RecordedRouting, Skew
-from themis.sim.simulator import Simulator, dispatch_loads, is_local_first
+from themis.sim.simulator import Simulator, dispatch_loads
 from themis.sim.traffic import route_loads
 from themis.sim.workload import PAPER_MODELS, ModelShape, Workload
 
@@ -57,12 +57,6 @@ def test_loads_are_those_of_the_policys_own_plan(name):
         for field in ("intra_out_D", "intra_in_D", "inter_out_D", "inter_in_D", "computed_D"):
             np.testing.assert_array_equal(getattr(priced, field), getattr(planned, field))
         assert priced.computed_D.sum() == tokens_ED.sum()
-
-
-def test_a_rule_that_is_not_local_first_is_asked():
-    assert is_local_first(Themis())
-    assert is_local_first(EP())
-    assert not is_local_first(Themis(dispatch_rule="balanced"))
 
 
 def test_balanced_tokens_take_the_bounds_time():

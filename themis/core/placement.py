@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -97,3 +98,11 @@ def shard_only(owner_E: ArrayLike, num_devices: int) -> Placement:
     """The placement with no replica: every expert at its owner alone."""
     owners_E = check_owner(owner_E, num_devices)
     return Placement(owners_E, owner_mask(owners_E, num_devices))
+
+
+def moved_owners(held_L: Sequence[Placement], owner_LE: NDArray[np.int64]) -> list[Placement]:
+    """Placements with the owners `owner_LE` [L, E] and no replica; the very placement of `held_L` where none moves."""
+    return [
+        held if np.array_equal(held.owner_E, owner_E) else shard_only(owner_E, held.num_devices)
+        for held, owner_E in zip(held_L, owner_LE, strict=True)
+    ]

@@ -186,7 +186,8 @@ class Executor:
         """Move the owners where the policy wants them for the iteration that begins."""
         self._begun_iteration = self.iteration
         context = self.layers[0].context()
-        self.set_owners(self.policy.reshard(self.iteration, self._predicted_LE, self.owner_LE, context))
+        held_L = [layer.shard.held for layer in self.layers]
+        self.rearrange(self.policy.rearrange(self.iteration, self._predicted_LE, held_L, context))
 
     def _agree_on_attention(self) -> None:
         """Every rank must plan with the same window: the slowest rank's, measured once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -10,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from themis.core.cost import LayerCost
-from themis.core.placement import Placement, shard_only
+from themis.core.placement import Placement
 from themis.core.topology import Topology
+from themis.planning import dispatch
 
 
 @final
@@ -30,8 +32,9 @@ class LayerContext:
 class Policy(ABC):
     """A maker of plans. All methods are pure: same input, same output on every rank.
 
-    The runtime and the simulator ask in this order: `reshard` between iterations, then for each layer `place` before
-    its attention, `force` in its gate, `calibrate` and `route` once the gate's counts are known.
+    The runtime and the simulator ask in this order: `rearrange` between iterations, then for each layer `place` before
+    its attention, `force` in its gate, `calibrate` and `route` once the gate's counts are known. What a policy leaves
+    alone is plain expert parallelism's answer.
     """
 
     @property
@@ -40,48 +43,58 @@ class Policy(ABC):
         """The name by which the command line knows the policy."""
 
     @property
-    @abstractmethod
     def rematerialize(self) -> bool:
         """Whether replicas are freed after the forward and gathered again for the backward (section 3.1)."""
+        return False
 
-    @abstractmethod
-    def replicas_per_device(self) -> int:
-        """The most replicas a device holds of one layer: what memory estimates count with."""
+    @property
+    def prediction_window(self) -> int:
+        """Iterations that the predicted load averages over."""
+        return 5
 
-    @abstractmethod
-    def reshard(
-        self, iteration: int, load_LE: NDArray[np.float64] | None, owner_LE: NDArray[np.int64], context: LayerContext
-    ) -> NDArray[np.int64]:
-        """int64 [L, E]: the owners for the iterations from `iteration` on; `owner_LE` itself to leave them.
+    @property
+    def dispatch_rule(self) -> str:
+        """The rule of `planning.dispatch` that `route` follows, or a name of its own that is none of these."""
+        return "local-first"
 
-        load_LE [L, E] is the predicted load, None before the first observation.
+    def replicas_per_device(self) -> int | None:
+        """The most short-lived replicas a device holds of one layer, for memory estimates; None for no bound."""
+        return 0
+
+    def persistent_replicas_per_device(self) -> int:
+        """The most replicas a device keeps of one layer from iteration to iteration, with their optimizer states."""
+        return 0
+
+    def rearrange(
+        self, iteration: int, load_LE: NDArray[np.float64] | None, held_L: Sequence[Placement], context: LayerContext
+    ) -> Sequence[Placement]:
+        """The persistent placements for the iterations from `iteration` on, one a layer: owners, and replicas to keep.
+
+        load_LE [L, E] is the predicted load, None before the first observation; held_L are the present placements. A
+        layer that answers with the very placement it has stays; `held_L` itself leaves all. What a device newly holds
+        travels to it before the iteration with its optimizer state.
         """
+        del iteration, load_LE, context
+        return held_L
 
-    @abstractmethod
-    def place(self, owner_E: NDArray[np.int64], load_E: NDArray[np.float64] | None, context: LayerContext) -> Placement:
-        """The placement to gather before the gate, from the predicted load [E], None where none is known yet."""
+    def place(self, held: Placement, load_E: NDArray[np.float64] | None, context: LayerContext) -> Placement:
+        """The placement to gather before the gate, from the predicted load [E], None where none is known yet.
 
-    @abstractmethod
+        It contains `held`, the layer's persistent placement, and has the same owners.
+        """
+        del load_E, context
+        return held
+
     def force(self, num_tokens: int, top_k: int, num_experts: int) -> NDArray[np.int64] | None:
         """int64 [T, K] experts that the gate must take, or None where the gate chooses."""
+        del num_tokens, top_k, num_experts
+        return None
 
-    @abstractmethod
     def calibrate(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> Placement:
         """The placement to compute with, now that the counts int64 [E, D] are known: `placement` or more."""
+        del tokens_ED, context
+        return placement
 
-    @abstractmethod
     def route(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> NDArray[np.int64]:
         """int64 [E, source, destination]: how many tokens of each source go to which copy."""
-
-
-def place_owners_only(owner_E: NDArray[np.int64], context: LayerContext) -> Placement:
-    """The placement of plain expert parallelism."""
-    return shard_only(owner_E, context.topology.num_devices)
-
-
-def route_to_owners(owner_E: NDArray[np.int64], tokens_ED: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The dispatch plan of plain expert parallelism: every token to its expert's owner."""
-    num_experts, num_devices = tokens_ED.shape
-    route_EDD = np.zeros((num_experts, num_devices, num_devices), dtype=np.int64)
-    route_EDD[np.arange(num_experts), :, owner_E] = tokens_ED
-    return route_EDD
+        return dispatch(tokens_ED, placement.placement_ED, context.topology, rule=self.dispatch_rule, cost=context.cost)

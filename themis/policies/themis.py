@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -9,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from themis.core.errors import is_whole, require
-from themis.core.placement import Placement
-from themis.planning import calibrate, dispatch, materialize, overlap_degree, shard
-from themis.policies.base import LayerContext, Policy, place_owners_only
+from themis.core.placement import Placement, moved_owners
+from themis.planning import calibrate, materialize, overlap_degree, shard
+from themis.policies.base import LayerContext, Policy
 
 
 @final
@@ -72,28 +73,25 @@ class Themis(Policy):
             return self.budget
         return overlap_degree(context.attention_s, context.topology.ingress_bytes_per_s, context.cost.expert_bytes)
 
-    def reshard(
-        self, iteration: int, load_LE: NDArray[np.float64] | None, owner_LE: NDArray[np.int64], context: LayerContext
-    ) -> NDArray[np.int64]:
-        """Algorithm 2 every `reshard_interval` iterations."""
+    def rearrange(
+        self, iteration: int, load_LE: NDArray[np.float64] | None, held_L: Sequence[Placement], context: LayerContext
+    ) -> Sequence[Placement]:
+        """Algorithm 2 every `reshard_interval` iterations: owners move, and nothing else is kept."""
         due = self.reshard_interval > 0 and iteration > 0 and iteration % self.reshard_interval == 0
         if not due or load_LE is None:
-            return owner_LE
-        return shard(load_LE, context.topology, overlap_degree=self.degree(context), current_LE=owner_LE)
+            return held_L
+        owner_LE = np.stack([held.owner_E for held in held_L])
+        new_LE = shard(load_LE, context.topology, overlap_degree=self.degree(context), current_LE=owner_LE)
+        return moved_owners(held_L, new_LE)
 
-    def place(self, owner_E: NDArray[np.int64], load_E: NDArray[np.float64] | None, context: LayerContext) -> Placement:
+    def place(self, held: Placement, load_E: NDArray[np.float64] | None, context: LayerContext) -> Placement:
         """Algorithm 1 on the predicted load."""
         if load_E is None or self.budget == 0:
-            return place_owners_only(owner_E, context)
+            return held
         placement_ED = materialize(
-            owner_E, load_E, context.topology, overlap_degree=self.degree(context), budget=self.budget
+            held.owner_E, load_E, context.topology, overlap_degree=self.degree(context), budget=self.budget
         )
-        return Placement(owner_E, placement_ED)
-
-    def force(self, num_tokens: int, top_k: int, num_experts: int) -> NDArray[np.int64] | None:
-        """The gate is free."""
-        del num_tokens, top_k, num_experts
-        return None
+        return Placement(held.owner_E, placement_ED)
 
     def calibrate(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> Placement:
         """More replicas where the exact counts show that they pay for their own transfer."""
@@ -110,10 +108,6 @@ class Themis(Policy):
             latency_budget_s=np.inf if limit_s is None else limit_s,
             rule=self.dispatch_rule,
         )
-
-    def route(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> NDArray[np.int64]:
-        """Algorithm 3, or the balanced rule."""
-        return dispatch(tokens_ED, placement.placement_ED, context.topology, rule=self.dispatch_rule, cost=context.cost)
 
 
 def ThemisRM(

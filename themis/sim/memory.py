@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import final
 
-from themis.sim.asking import Planner
+from themis.policies import Policy
 from themis.sim.workload import ModelShape, Workload
 
 #: Adam in mixed precision: fp32 master weight and two moments (section 2.3).
@@ -64,7 +64,7 @@ class Peak:
     layer_replicas: float = 0.0
 
 
-def memory_use(workload: Workload, policy: Planner, peak: Peak) -> MemoryUse:
+def memory_use(workload: Workload, policy: Policy, peak: Peak) -> MemoryUse:
     """Memory of the fullest device under `policy`, at the `peak` that a simulation saw.
 
     Owners hold E/D experts a layer, rounded up, and what the policy reserves for persistent replicas has gradients and

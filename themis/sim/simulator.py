@@ -13,7 +13,6 @@ from themis.core.errors import ConfigError
 from themis.core.placement import Placement, even_owner, shard_only
 from themis.planning import LoadPredictor, added_transfers, transfers
 from themis.policies import LayerContext, Policy
-from themis.sim.asking import Planner, asked
 from themis.sim.memory import OPTIMIZER_BYTES, memory_use, moved_bytes
 from themis.sim.results import PricedLayer, Result, Totals
 from themis.sim.routing import Routing
@@ -21,9 +20,6 @@ from themis.sim.timeline import NOTHING, Fixed, LaneTime, LayerTimes, Timeline, 
 from themis.sim.traffic import LinkLoads, local_first_loads, route_loads, transfer_loads
 from themis.sim.workload import Workload
 
-#: Policies whose dispatch is Algorithm 3 on their placement: plain EP's tokens go to the only holder, which is
-#: local-first too, and what FasterMoE does not hold everywhere has one holder. Tests hold them to it.
-_LOCAL_FIRST = ("ep", "uniform", "faster-moe", "smart-moe")
 #: Dispatch plans [E, D, D] of more entries than this (half a GB) are not made.
 _MOST_ENTRIES = 1 << 26
 
@@ -39,7 +35,7 @@ class Simulator:
     def __init__(self, workload: Workload, policy: Policy, routing: Routing) -> None:
         model, cluster = workload.model, workload.cluster
         self.workload, self.routing = workload, routing
-        self.policy = asked(_without_large_plans(policy, workload))
+        self.policy = _without_large_plans(policy, workload)
         self.context = LayerContext(cluster.topology, workload.cost, workload.window_s)
         even = shard_only(even_owner(model.num_experts, cluster.num_devices), cluster.num_devices)
         self._held_L: Sequence[Placement] = [even] * model.num_layers
@@ -150,18 +146,12 @@ class Simulator:
 
 
 def dispatch_loads(
-    policy: Planner, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext
+    policy: Policy, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext
 ) -> LinkLoads:
     """Loads, in tokens, of the policy's dispatch plan; summed without it where the policy is surely local-first."""
-    if is_local_first(policy):
+    if policy.dispatch_rule == "local-first":
         return local_first_loads(tokens_ED, placement.placement_ED, context.topology)
     return route_loads(policy.route(placement, tokens_ED, context), context.topology)
-
-
-def is_local_first(policy: Policy | Planner) -> bool:
-    """Whether `policy.route` is Algorithm 3 on the placement."""
-    rule = getattr(policy, "dispatch_rule", None)
-    return rule == "local-first" if rule is not None else policy.name in _LOCAL_FIRST
 
 
 def _without_large_plans(policy: Policy, workload: Workload) -> Policy:
@@ -169,7 +159,7 @@ def _without_large_plans(policy: Policy, workload: Workload) -> Policy:
     entries = workload.model.num_experts * devices * devices
     if entries <= _MOST_ENTRIES:
         return policy
-    if not is_local_first(policy):
+    if policy.dispatch_rule != "local-first":
         raise ConfigError(
             f"policy {policy.name!r} needs dispatch plans of {entries * 8 / 1e9:.0f} GB for {devices} devices; "
             f"at this size only local-first policies can be simulated"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -11,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from themis.core.placement import Placement, owner_mask
+from themis.core.placement import Placement, shard_only
 from themis.moe import MoEConfig, MoELayer
-from themis.planning import dispatch
 from themis.policies import LayerContext, Policy
 
 
@@ -76,11 +76,13 @@ def skew_gates(model: TinyMoE, bias_LE: NDArray[np.float64]) -> None:
 class ScriptedPolicy(Policy):
     """Random owners, replicas and later additions, all drawn from `seed`: any plan must give the same result.
 
-    density: chance that a device gets a replica of an expert, before the gate and, half of it, after it.
+    density: chance that a device gets a replica of an expert, before the gate and, half of it, after it; kept: chance
+    that it gets one for keeps.
     """
 
     seed: int
     density: float = 0.4
+    kept: float = 0.0
     rematerialize_replicas: bool = False
     rule: str = "local-first"
     reshard_every: int = 2
@@ -96,30 +98,32 @@ class ScriptedPolicy(Policy):
         """See Policy."""
         return self.rematerialize_replicas
 
-    def replicas_per_device(self) -> int:
-        """Unbounded; never asked for."""
-        return 0
+    @property
+    def dispatch_rule(self) -> str:
+        """See Policy."""
+        return self.rule
 
-    def reshard(
-        self, iteration: int, load_LE: NDArray[np.float64] | None, owner_LE: NDArray[np.int64], context: LayerContext
-    ) -> NDArray[np.int64]:
-        """New random owners every `reshard_every` iterations, also before the first."""
+    def replicas_per_device(self) -> None:
+        """Unbounded."""
+
+    def rearrange(
+        self, iteration: int, load_LE: NDArray[np.float64] | None, held_L: Sequence[Placement], context: LayerContext
+    ) -> Sequence[Placement]:
+        """New random owners, with persistent replicas by `kept`, every `reshard_every` iterations, the first too."""
         del load_LE
         if not self.reshard_every or iteration % self.reshard_every:
-            return owner_LE
-        draw = np.random.default_rng((self.seed, iteration))
-        return draw.integers(0, context.topology.num_devices, owner_LE.shape)
+            return held_L
+        draw, devices = np.random.default_rng((self.seed, iteration)), context.topology.num_devices
+        shape = len(held_L), held_L[0].num_experts
+        owner_LE, kept_LED = draw.integers(0, devices, shape), draw.random((*shape, devices)) < self.kept
+        return [
+            shard_only(owner_E, devices).merge(kept_ED) for owner_E, kept_ED in zip(owner_LE, kept_LED, strict=True)
+        ]
 
-    def place(self, owner_E: NDArray[np.int64], load_E: NDArray[np.float64] | None, context: LayerContext) -> Placement:
+    def place(self, held: Placement, load_E: NDArray[np.float64] | None, context: LayerContext) -> Placement:
         """Random replicas."""
-        del load_E
-        mask_ED = owner_mask(owner_E, context.topology.num_devices)
-        return Placement(owner_E, mask_ED | (self._draw().random(mask_ED.shape) < self.density))
-
-    def force(self, num_tokens: int, top_k: int, num_experts: int) -> NDArray[np.int64] | None:
-        """The gate is free."""
-        del num_tokens, top_k, num_experts
-        return None
+        del load_E, context
+        return held.merge(self._draw().random(held.placement_ED.shape) < self.density)
 
     def calibrate(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> Placement:
         """More random replicas; sometimes none."""
@@ -128,10 +132,6 @@ class ScriptedPolicy(Policy):
         if draw.random() < 0.5:
             return placement
         return placement.merge(draw.random(placement.placement_ED.shape) < self.density / 2)
-
-    def route(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> NDArray[np.int64]:
-        """By the rule."""
-        return dispatch(tokens_ED, placement.placement_ED, context.topology, rule=self.rule, cost=context.cost)
 
     def _draw(self) -> np.random.Generator:
         self._drawn[0] += 1
