@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import themis
+from themis.core.placement import shard_only
 from themis.core.topology import Topology
 from themis.fssdp import MixedPrecision, executor_of, expert_parameters
 from themis.moe import MoEConfig
@@ -77,8 +78,11 @@ def train_on_rank(rank: int, case: Case) -> dict[str, Any]:
     )
     executor = executor_of(model)
     if case.random_owners:
-        draw = np.random.default_rng(case.seed)
-        executor.set_owners(draw.integers(0, case.topology.num_devices, executor.owner_LE.shape))
+        draw, devices = np.random.default_rng(case.seed), case.topology.num_devices
+        owner_LE = draw.integers(0, devices, executor.owner_LE.shape)
+        kept_LED = draw.random((*owner_LE.shape, devices)) < getattr(case.policy, "kept", 0.0)
+        owned_L = [shard_only(owner_E, devices) for owner_E in owner_LE]
+        executor.rearrange([owned.merge(kept_ED) for owned, kept_ED in zip(owned_L, kept_LED, strict=True)])
     optimizer = make_optimizer(case, model)
     result: dict[str, Any] = {"losses": [], "outputs": [], "norms": [], "grads": []}
     for step in range(0, len(case.tokens_SD), case.accumulate):
@@ -138,8 +142,11 @@ def train_alone(case: Case) -> dict[str, Any]:
 
 
 def assert_same(case: Case, ranks: list[dict[str, Any]], alone: dict[str, Any], tolerance: float) -> None:
-    """Losses, outputs, norms, all gradients and the final parameters agree; each expert is at exactly one rank."""
-    close = {"rtol": tolerance, "atol": tolerance}
+    """Losses, outputs, norms, all gradients and the final parameters agree.
+
+    Each expert is at one rank alone, or, where the policy keeps replicas, the same to the last bit at all that hold it.
+    """
+    close, keeps = {"rtol": tolerance, "atol": tolerance}, getattr(case.policy, "kept", 0.0) > 0
     np.testing.assert_allclose(np.mean([r["losses"] for r in ranks], axis=0), alone["losses"], **close)
     for d, result in enumerate(ranks):
         np.testing.assert_allclose(result["norms"], alone["norms"], **close)
@@ -147,8 +154,8 @@ def assert_same(case: Case, ranks: list[dict[str, Any]], alone: dict[str, Any], 
             np.testing.assert_allclose(mine, theirs[d], **close)
         assert result["held"] == result["owned"], "the optimizer holds exactly the owned experts' parameters"
     for step in range(len(alone["grads"])):
-        _assert_union([r["grads"][step] for r in ranks], alone["grads"][step], close)
-    _assert_union([r["parameters"] for r in ranks], alone["parameters"], close)
+        _assert_union([r["grads"][step] for r in ranks], alone["grads"][step], close, keeps)
+    _assert_union([r["parameters"] for r in ranks], alone["parameters"], close, keeps)
 
 
 def scripted(seed: int, **changes: Any) -> ScriptedPolicy:
@@ -164,10 +171,13 @@ def _whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _assert_union(parts: list[dict[str, Any]], whole: dict[str, Any], close: dict[str, float]) -> None:
+def _assert_union(parts: list[dict[str, Any]], whole: dict[str, Any], close: dict[str, float], keeps: bool) -> None:
     for name, value in whole.items():
         holders = [part[name] for part in parts if name in part]
-        assert len(holders) == (1 if ".experts." in name else len(parts)), name
+        if keeps and ".experts." in name:
+            assert all(np.array_equal(held, holders[0]) for held in holders), name
+        else:
+            assert len(holders) == (1 if ".experts." in name else len(parts)), name
         for held in holders:
             assert (held is None) == (value is None), name
             if value is not None:

@@ -42,6 +42,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
                 ThemisRM(2, 3, 1),
                 scripted(seed, rematerialize_replicas=rematerialize, rule=rule, reshard_every=1),
                 scripted(seed, rematerialize_replicas=rematerialize, rule=rule, density=1.0),
+                scripted(seed, rematerialize_replicas=rematerialize, density=0.2, kept=0.3, reshard_every=1),
             ]
         )
     )

@@ -29,16 +29,21 @@ def _total(results: list[dict[str, Any]], collective: str, link: str) -> int:
 
 @pytest.mark.parametrize("rematerialize", [False, True])
 def test_counted_bytes_are_those_of_the_plans(rematerialize: bool) -> None:
-    cases = [dataclasses.replace(CASE, seed=s, policy=scripted(s, rematerialize_replicas=rematerialize)) for s in SEEDS]
+    # With every other seed some replicas are kept, whose gradients are reduced and sent back.
+    policies = [scripted(s, rematerialize_replicas=rematerialize, kept=0.3 * (s % 2)) for s in SEEDS]
+    cases = [dataclasses.replace(CASE, seed=s, policy=policies[s]) for s in SEEDS]
     by_rank = run_ranks(4, _run_all, cases)
     for i in range(len(cases)):
         results = [rank[i] for rank in by_rank]
         reports: list[LayerReport] = results[0]["report"]
-        for collective in ("all_to_all", "sparse_all_gather", "sparse_reduce_scatter"):
+        for collective in ("all_to_all", "sparse_all_gather", "sparse_reduce_scatter", "all_reduce"):
             for link in ("intra", "inter"):
                 planned = sum(report.bytes_moved[collective][link] for report in reports)
                 assert _total(results, collective, link) == planned, (collective, link)
-        _check_reduction(results, reports)
+        if policies[i].kept:
+            assert _total(results, "all_reduce", "inter") > 0
+        else:
+            _check_reduction(results, reports)
 
 
 def _check_reduction(results: list[dict[str, Any]], reports: list[LayerReport]) -> None:

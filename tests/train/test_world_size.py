@@ -15,6 +15,7 @@ import torch
 
 import themis
 from tests.train.harness import small_config, write_text
+from themis.core.placement import shard_only
 from themis.core.topology import Topology
 from themis.fssdp.api import executor_of
 from themis.testing.families import build_tiny
@@ -31,6 +32,8 @@ SAVED, LAST = 4, 14
 #: Layer by expert; rank 1 owns nothing in the first layer, ranks 0 and 2 nothing in the second.
 UNEVEN = np.array([[0, 0, 0, 2], [1, 3, 3, 3]])
 OTHER = np.array([[3, 1, 3, 3], [0, 0, 2, 0]])
+#: Layer, expert and device of replicas that are kept beside the owners.
+KEPT = [[0, 0, 2], [0, 1, 3], [1, 3, 1]]
 
 State = dict[str, np.ndarray]
 
@@ -48,7 +51,7 @@ class Trained:
 def train(
     rank: int, world_size: int, config: RunConfig, run_dir: Path, owner_LE: np.ndarray | None, resume: bool
 ) -> Trained:
-    """A run on one rank, whose experts lie at `owner_LE`."""
+    """A run on one rank, whose experts lie at `owner_LE`, with the replicas KEPT where it begins."""
     place = Place(rank, world_size, torch.device("cpu"), Topology(1, world_size))
     model = build_model(config, place)
     executor = executor_of(model)
@@ -59,7 +62,9 @@ def train(
         executor.load_state_dict = lambda saved: take_up({**saved, "owner_LE": owner_LE})  # type: ignore[method-assign]
     first_step = session.resume() if resume else 0
     if not resume and owner_LE is not None:
-        executor.set_owners(owner_LE)
+        kept_LED = np.zeros((*owner_LE.shape, world_size), dtype=bool)
+        kept_LED[tuple(np.transpose(KEPT))] = True
+        executor.rearrange([shard_only(owner_LE[i], world_size).merge(kept_LED[i]) for i in range(len(owner_LE))])
     state, plans = state_of(session) if resume else {}, executor.state_dict()
     saved: dict[int, State] = {}
     tensors = session._tensors
@@ -113,6 +118,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunConfig, li
 def test_what_is_saved_is_whole_and_uneven(whole):
     _, _, trained = whole
     assert [trained[rank].executor["owner_LE"] for rank in range(4)] == [UNEVEN.tolist()] * 4
+    assert [trained[rank].executor["kept_replicas"] for rank in range(4)] == [KEPT] * 4
+    assert "optim.blocks.1.moe.experts.3.w1.exp_avg" in trained[1].saved[SAVED]
     assert not [name for name in trained[1].saved[SAVED] if ".0.moe.experts." in name]
     assert not [name for name in trained[2].saved[SAVED] if ".1.moe.experts." in name]
     names = merged([one.saved[SAVED] for one in trained])
@@ -149,6 +156,8 @@ def test_resumes_on_any_number_of_ranks(whole, tmp_path, world_size):
     assert len(record["predictor"]["loads"]) == SAVED
     if world_size == 4:
         assert again[0].executor["owner_LE"] == OTHER.tolist()
+        assert again[0].executor["kept_replicas"] == KEPT
+        assert "model.blocks.1.moe.experts.3.w1" in again[1].state
     np.testing.assert_allclose(losses(again_dir), losses(run_dir), rtol=0, atol=1e-10)
 
 

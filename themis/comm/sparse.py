@@ -26,13 +26,19 @@ from themis.core.plan import TransferPlan
 
 
 def sparse_all_gather(
-    communicator: Communicator, plan: TransferPlan, chunks: Mapping[int, Tensor], *, name: str = "sparse_all_gather"
+    communicator: Communicator,
+    plan: TransferPlan,
+    chunks: Mapping[int, Tensor],
+    *,
+    name: str = "sparse_all_gather",
+    count_as: str = "sparse_all_gather",
 ) -> Work:
     """Fill the replicas of `plan` from their owners (section 3.3). Asynchronous: wait on the Work before use.
 
     `chunks` maps each expert that this rank sends or receives to its flat contiguous tensor, of the same length and
     type on all ranks that hold the expert. Owners' chunks are read, replicas' are overwritten without autograd
-    noticing. All ranks call it, also those with nothing to move. ConfigError on chunks that do not fit.
+    noticing. All ranks call it, also those with nothing to move. `name` is told where a peer is missing; bytes
+    count as `count_as`. ConfigError on chunks that do not fit.
     """
     mesh = communicator.mesh
     messages = _messages(mesh, plan, chunks)
@@ -43,13 +49,18 @@ def sparse_all_gather(
                 _gather_in_stages(mesh, messages)
             else:
                 _gather_streaming(mesh, messages, deadline)
-        _count(mesh, "sparse_all_gather", messages.sends)
+        _count(mesh, count_as, messages.sends)
 
     return communicator.submit(name, gather)
 
 
 def sparse_reduce_scatter(
-    communicator: Communicator, plan: TransferPlan, chunks: Mapping[int, Tensor], *, name: str = "sparse_reduce_scatter"
+    communicator: Communicator,
+    plan: TransferPlan,
+    chunks: Mapping[int, Tensor],
+    *,
+    name: str = "sparse_reduce_scatter",
+    count_as: str = "sparse_reduce_scatter",
 ) -> Work:
     """Sum each expert's chunks over all its holders into its owner's (section 3.3). Asynchronous, as above.
 
@@ -65,7 +76,7 @@ def sparse_reduce_scatter(
                 _reduce_in_stages(mesh, messages)
             else:
                 _reduce_streaming(mesh, messages, deadline)
-        _count(mesh, "sparse_reduce_scatter", messages.receives)
+        _count(mesh, count_as, messages.receives)
 
     return communicator.submit(name, reduce)
 

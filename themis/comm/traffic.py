@@ -10,7 +10,7 @@ from themis.core.errors import require
 from themis.core.topology import LinkClass
 
 #: Every collective that is counted, by the name under which step reports and metrics show it.
-COLLECTIVES = ("all_to_all", "sparse_all_gather", "sparse_reduce_scatter", "counts", "reshard")
+COLLECTIVES = ("all_to_all", "sparse_all_gather", "sparse_reduce_scatter", "all_reduce", "counts", "reshard")
 _CROSSED = (LinkClass.INTRA, LinkClass.INTER)
 
 

@@ -15,7 +15,7 @@ from themis.comm.mesh import Mesh
 from themis.comm.together import work_together
 from themis.core.cost import LayerCost
 from themis.core.errors import ConfigError, PeerError, require
-from themis.core.placement import even_owner
+from themis.core.placement import even_owner, shard_only
 from themis.core.topology import Topology
 from themis.fssdp.adapters import MoESite, find_sites
 from themis.fssdp.dense import parallelize_dense
@@ -160,7 +160,7 @@ def executor_of(model: nn.Module) -> Executor:
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of the experts that this rank owns."""
+    """The parameters of the experts that this rank keeps: its own, and those of persistent replicas."""
     return [p for layer in executor_of(model).layers for p in layer.shard.experts.parameters()]
 
 
@@ -170,12 +170,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
     Returns the norm before, the one that a single process would have found; the same on all ranks. A collective.
     """
-    owned = expert_parameters(model)
-    ids = {id(parameter) for parameter in owned}
+    kept = expert_parameters(model)
+    ids = {id(parameter) for parameter in kept}
     dense = [parameter for parameter in model.parameters() if id(parameter) not in ids]
-    total_norm = total_gradient_norm(dense, owned, executor_of(model).mesh, norm_type)
+    executor = executor_of(model)
+    owned = [p for layer in executor.layers for e in layer.shard.owned for p in layer.shard.parameters(e).values()]
+    total_norm = total_gradient_norm(dense, owned, executor.mesh, norm_type)
     # Apart: sharded dense gradients (DTensor) and experts' plain ones cannot be scaled in one call.
-    for parameters in (dense, owned):
+    for parameters in (dense, kept):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
     return total_norm
 
@@ -188,7 +190,8 @@ def step_report(model: nn.Module) -> list[LayerReport]:
 
 def _shard(site: MoESite, mesh: Mesh, precision: MixedPrecision) -> ExpertShard:
     experts = site.layer.experts
-    return ExpertShard(experts, even_owner(experts.num_experts, mesh.world_size), mesh.rank, precision, mesh.device)
+    held = shard_only(even_owner(experts.num_experts, mesh.world_size), mesh.world_size)
+    return ExpertShard(experts, held, mesh.rank, precision, mesh.device)
 
 
 def _cost(shard: ExpertShard, width: int, flops_per_s: float) -> LayerCost:

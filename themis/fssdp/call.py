@@ -40,8 +40,9 @@ class CallState(Enum):
 class Decision:
     """What was decided for one pass: counts int64 [E, D], the placement, and the dispatch plan int64 [E, D, D].
 
-    transfers: those of the whole placement, which gradients take backwards, and re-materialisation once more;
-    first_gathers: those that ran before the experts, of the prediction and of what calibration added to it.
+    transfers: those of all short-lived replicas, which gradients take backwards, and re-materialisation once more;
+    first_gathers: those that ran before the experts, of the prediction and of what calibration added to it;
+    kept_transfers: those of persistent replicas, whose gradients take them backwards and forwards.
     """
 
     tokens_ED: NDArray[np.int64]
@@ -49,6 +50,7 @@ class Decision:
     route_EDD: NDArray[np.int64]
     transfers: TransferPlan
     first_gathers: tuple[TransferPlan, ...]
+    kept_transfers: TransferPlan
 
 
 @final
@@ -77,7 +79,14 @@ class LayerCall(DispatchCall):
         assert self.tokens_ED is not None
         assert self.route_EDD is not None
         replicas = self.replicas
-        return Decision(self.tokens_ED, self.placement, self.route_EDD, replicas.plan, tuple(replicas.first_gathers))
+        return Decision(
+            self.tokens_ED,
+            self.placement,
+            self.route_EDD,
+            replicas.plan,
+            tuple(replicas.first_gathers),
+            self.layer.kept_transfers(),
+        )
 
     def choose(self, num_tokens: int, top_k: int) -> Tensor | None:
         """The experts of the forward when recomputing, the policy's where it forces them, else None."""

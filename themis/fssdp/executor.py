@@ -25,6 +25,7 @@ from themis.comm.collectives import all_reduce_max
 from themis.comm.communicator import Communicator
 from themis.comm.mesh import Mesh
 from themis.core.errors import ConfigError
+from themis.core.placement import Placement, shard_only
 from themis.fssdp.call import LayerCall
 from themis.fssdp.optimizers import OptimizerWatch
 from themis.fssdp.reshard import move_experts
@@ -59,7 +60,7 @@ class Executor:
         self.policy = policy
         self.layers = list(layers)
         self.layers[-1].is_last = True
-        self.predictor = LoadPredictor()
+        self.predictor = LoadPredictor(policy.prediction_window)
         self.iteration = 0
         self.watch = watch
         self._begun_iteration = 0
@@ -93,14 +94,23 @@ class Executor:
             self._agree_on_attention()
             self._begin_iteration()
 
-    def set_owners(self, owner_LE: NDArray[np.int64]) -> None:
-        """Move experts, with the states of all watched optimizers, to the owners `owner_LE`. A collective."""
-        if np.array_equal(owner_LE, self.owner_LE):
+    @property
+    def held_L(self) -> list[Placement]:
+        """The persistent placements of all layers: owners, and replicas that stay."""
+        return [layer.shard.held for layer in self.layers]
+
+    def rearrange(self, held_L: Sequence[Placement]) -> None:
+        """Have experts, with the states of all watched optimizers, lie as `held_L` says. A collective."""
+        if all(new is held for new, held in zip(held_L, self.held_L, strict=True)):
             return
-        before = self._owned_parameters()
-        move_experts(self.layers, owner_LE, self.watch.optimizers(), self.mesh)
-        kept = {id(parameter) for parameter in self._owned_parameters()}
+        before = self._kept_parameters()
+        move_experts(self.layers, held_L, self.watch.optimizers(), self.mesh)
+        kept = {id(parameter) for parameter in self._kept_parameters()}
         self.watch.moved_away(parameter for parameter in before if id(parameter) not in kept)
+
+    def set_owners(self, owner_LE: NDArray[np.int64]) -> None:
+        """Have each expert lie at its owner in `owner_LE` [L, E] alone; see `rearrange`."""
+        self.rearrange([shard_only(owner_E, self.mesh.world_size) for owner_E in owner_LE])
 
     def begin_block(self, layer: ShardedLayer, key: object) -> None:
         """The block of `layer` starts: its replicas set out (prefetch), under the attention that runs next."""
@@ -129,6 +139,7 @@ class Executor:
         return {
             "iteration": self.iteration,
             "owner_LE": self.owner_LE.tolist(),
+            "kept_replicas": np.argwhere(np.stack([held.replicas_ED for held in self.held_L])).tolist(),
             "predictor": self.predictor.state_dict(),
             "attention_s": [layer.attention_s for layer in self.layers],
         }
@@ -138,9 +149,7 @@ class Executor:
         owner_LE = np.asarray(state["owner_LE"], dtype=np.int64)
         if owner_LE.shape != self.owner_LE.shape:
             raise ConfigError(f"owner_LE of the state has shape {owner_LE.shape}; the model's is {self.owner_LE.shape}")
-        if owner_LE.size and owner_LE.max() >= self.mesh.world_size:
-            owner_LE = self.owner_LE  # saved by more ranks: start from even owners here
-        self.set_owners(owner_LE)
+        self.rearrange(self._saved_placements(owner_LE, state.get("kept_replicas", [])))
         self.iteration = int(state["iteration"])
         self.predictor.load_state_dict(state["predictor"])
         self._predicted_LE = self.predictor.predict()
@@ -155,7 +164,18 @@ class Executor:
         self.communicator.close()
         self.mesh.close()
 
-    def _owned_parameters(self) -> list[torch.nn.Parameter]:
+    def _saved_placements(self, owner_LE: NDArray[np.int64], kept: Sequence[Sequence[int]]) -> list[Placement]:
+        devices = self.mesh.world_size
+        if max([owner_LE.max(), *(device for _, _, device in kept)]) >= devices:
+            return self.held_L  # saved by more ranks: start from even owners here
+        kept_LED = np.zeros((*owner_LE.shape, devices), dtype=np.bool_)
+        for layer, e, device in kept:
+            kept_LED[layer, e, device] = True
+        return [
+            shard_only(owner_E, devices).merge(kept_ED) for owner_E, kept_ED in zip(owner_LE, kept_LED, strict=True)
+        ]
+
+    def _kept_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for layer in self.layers for parameter in layer.shard.experts.parameters()]
 
     def _begin(self, layer: ShardedLayer, key: object) -> LayerCall:
@@ -186,8 +206,7 @@ class Executor:
         """Move the owners where the policy wants them for the iteration that begins."""
         self._begun_iteration = self.iteration
         context = self.layers[0].context()
-        held_L = [layer.shard.held for layer in self.layers]
-        self.rearrange(self.policy.rearrange(self.iteration, self._predicted_LE, held_L, context))
+        self.rearrange(self.policy.rearrange(self.iteration, self._predicted_LE, self.held_L, context))
 
     def _agree_on_attention(self) -> None:
         """Every rank must plan with the same window: the slowest rank's, measured once."""

@@ -20,7 +20,7 @@ _LENGTH_BYTES = 8
 
 
 def pack_expert(shard: ExpertShard, e: int, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
-    """uint8 [bytes] on the shard's device: all that belongs to the owned expert `e`."""
+    """uint8 [bytes] on the shard's device: all that belongs to the kept expert `e`."""
     tensors = [shard.chunk(e)]
     header: dict[str, Any] = {}
     for name, parameter in shard.parameters(e).items():
@@ -43,7 +43,7 @@ def pack_expert(shard: ExpertShard, e: int, optimizers: Sequence[torch.optim.Opt
 
 
 def unpack_expert(shard: ExpertShard, e: int, data: Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Make `shard` the owner of expert `e` from `pack_expert`'s bytes, entered in the same optimizers and groups."""
+    """Have `shard` keep expert `e` from `pack_expert`'s bytes, entered in the same optimizers and groups."""
     start = _LENGTH_BYTES
     length = int.from_bytes(data[:start].cpu().numpy().tobytes(), "little")
     header = json.loads(data[start : start + length].cpu().numpy().tobytes())

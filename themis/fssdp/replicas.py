@@ -1,4 +1,4 @@
-"""The parameters one call computes with: owned chunks and short-lived replicas of others (section 3.1)."""
+"""The parameters one call computes with: kept chunks and short-lived replicas of others (section 3.1)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,9 @@ from themis.comm.sparse import sparse_all_gather
 from themis.core.placement import Placement
 from themis.core.plan import TransferPlan
 from themis.moe.experts import Weights
-from themis.planning import added_transfers, transfers
 
 if TYPE_CHECKING:
     from themis.fssdp.sharded_layer import ShardedLayer
-
-
-#: Pieces stream through the stages of a transfer between nodes; inside one node each only costs its overhead.
-PIECE_BYTES = 256 * 1024
-LOCAL_PIECE_BYTES = 4 * 1024 * 1024
 
 
 class ReplicaState(Enum):
@@ -45,7 +39,7 @@ class Replicas:
         self._layer = layer
         self._placement = placement
         self._rank = layer.mesh.rank
-        self._plan = self._transfers(placement)
+        self._plan = layer.transfers(layer.shard.held, placement)
         #: The transfers that were run before the experts: of the placement, then of what calibration added.
         self.first_gathers: list[TransferPlan] = [self._plan]
         self._works: list[Work] = []
@@ -60,12 +54,12 @@ class Replicas:
 
     @property
     def plan(self) -> TransferPlan:
-        """The transfers of the whole placement, calibration's additions included."""
+        """The transfers of all short-lived replicas, calibration's additions included."""
         return self._plan
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory now held for replicas and for owned chunks in another type."""
+        """Bytes of memory now held for replicas and for kept chunks in another type."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
 
     def issue_gather(self) -> None:
@@ -77,7 +71,7 @@ class Replicas:
                 buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
         else:
             self._allocate(self.slots)
-        self._fill_owned()
+        self._fill_kept()
         self._gather(self._plan)
 
     def extend(self, placement: Placement) -> None:
@@ -85,12 +79,10 @@ class Replicas:
         if placement is self._placement:
             return
         assert self.state is not ReplicaState.ABSENT
-        addition = added_transfers(
-            self._placement, placement.placement_ED, self._layer.mesh.topology, expert_bytes=self._expert_bytes
-        )
+        addition = self._layer.transfers(self._placement, placement)
         self.first_gathers.append(addition)
         before = set(self.slots)
-        self._placement, self._plan = placement, self._transfers(placement)
+        self._placement, self._plan = placement, self._layer.transfers(self._layer.shard.held, placement)
         self._allocate([e for e in self.slots if e not in before])
         self._gather(addition)
 
@@ -111,7 +103,7 @@ class Replicas:
         self.state = ReplicaState.ABSENT
 
     def release(self) -> None:
-        """Give the memory back; owned chunks in the master's own type are not held here and stay."""
+        """Give the memory back; kept chunks in the master's own type are not held here and stay."""
         assert self.state is ReplicaState.READY, self.state
         for buffer in self._buffers:
             buffer.untyped_storage().resize_(0)
@@ -123,35 +115,21 @@ class Replicas:
         layout = self._layer.shard.layout
         return [layout.views(self._chunks[e]) for e in self.slots]
 
-    @property
-    def _expert_bytes(self) -> int:
-        return self._layer.shard.expert_bytes
-
-    def _transfers(self, placement: Placement) -> TransferPlan:
-        topology = self._layer.mesh.topology
-        return transfers(
-            placement.owner_E,
-            placement.placement_ED,
-            topology,
-            expert_bytes=self._expert_bytes,
-            piece_bytes=PIECE_BYTES if topology.num_nodes > 1 else LOCAL_PIECE_BYTES,
-        )
-
     def _allocate(self, experts: list[int]) -> None:
-        """Memory for those of `experts` whose chunk is not the owner's master itself: one buffer, a row an expert."""
+        """Memory for those of `experts` whose chunk is not a kept master itself: one buffer, a row an expert."""
         shard = self._layer.shard
         casts = shard.param_dtype != shard.master_dtype
-        stored = [e for e in experts if casts or self._placement.owner_E[e] != self._rank]
+        stored = [e for e in experts if casts or not shard.held.placement_ED[e, self._rank]]
         if stored:
             buffer = torch.empty(len(stored), shard.layout.numel, dtype=shard.param_dtype, device=shard.device)
             self._buffers.append(buffer)
             self._chunks |= dict(zip(stored, buffer.unbind(0), strict=True))
 
     @torch.no_grad()
-    def _fill_owned(self) -> None:
-        """Owned chunks: the master itself, or its copy in `param_dtype`, made anew as the master may have changed."""
+    def _fill_kept(self) -> None:
+        """Kept chunks: the master itself, or its copy in `param_dtype`, made anew as the master may have changed."""
         shard = self._layer.shard
-        for e in shard.owned:
+        for e in shard.kept:
             if e in self._chunks and shard.param_dtype != shard.master_dtype:
                 self._chunks[e].data.copy_(shard.chunk(e))
             else:

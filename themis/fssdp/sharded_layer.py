@@ -14,15 +14,23 @@ from torch import Tensor
 
 from themis.comm.communicator import Communicator, Work
 from themis.comm.mesh import Mesh
-from themis.comm.sparse import sparse_reduce_scatter
+from themis.comm.sparse import sparse_all_gather, sparse_reduce_scatter
 from themis.core.cost import LayerCost
+from themis.core.errors import ConfigError
+from themis.core.placement import Placement, shard_only
+from themis.core.plan import TransferPlan
 from themis.fssdp.call import CallState, Decision, LayerCall
 from themis.fssdp.clock import AttentionClock
 from themis.fssdp.expert_shard import ExpertShard
+from themis.planning import added_transfers
 from themis.policies import LayerContext, Policy
 
 #: Forwards without a graph that may still be recomputed; more than any accumulation has micro-batches in flight.
 KEPT_CALLS = 256
+
+#: Pieces stream through the stages of a transfer between nodes; inside one node each only costs its overhead.
+PIECE_BYTES = 256 * 1024
+LOCAL_PIECE_BYTES = 4 * 1024 * 1024
 
 #: Told of each event: its name and the layer's index.
 Recorder = Callable[[str, int], None]
@@ -30,12 +38,12 @@ Recorder = Callable[[str, int], None]
 
 @final
 class Reduction:
-    """Gradients of owned experts on their way: complete once `work` is done."""
+    """Gradients of kept experts on their way: complete once all `works` are done."""
 
-    def __init__(self, shard: ExpertShard, gradients: dict[int, Tensor], work: Work | None) -> None:
+    def __init__(self, shard: ExpertShard, gradients: dict[int, Tensor], works: Sequence[Work]) -> None:
         self._shard = shard
         self._gradients = gradients
-        self._work = work
+        self._works = works
 
     def finish(self) -> None:
         """Wait for the replicas' gradients and add the sums to the parameters' gradients."""
@@ -45,8 +53,8 @@ class Reduction:
 
     def drop(self) -> None:
         """Wait for the replicas' gradients, and no more."""
-        if self._work is not None:
-            self._work.wait()
+        for work in self._works:
+            work.wait()
 
 
 @final
@@ -74,6 +82,7 @@ class ShardedLayer:
         self.is_last = False
         self.recorders: list[Recorder] = []
         self._reductions: list[Reduction] = []
+        self._kept_transfers: tuple[Placement, TransferPlan | None] = shard.held, None
         self.on_backward: Callable[[], None] = lambda: None
         #: Tokens of this iteration's counted passes by expert and rank; int64 [E, D].
         self.counted_ED: NDArray[np.int64] = np.zeros((shard.experts.num_experts, mesh.world_size), dtype=np.int64)
@@ -87,6 +96,25 @@ class ShardedLayer:
         """What the policy may know."""
         return LayerContext(self.mesh.topology, self.cost, self.attention_s)
 
+    def transfers(self, before: Placement, after: Placement) -> TransferPlan:
+        """The transfers, from the owners, of the copies by which `after` exceeds `before`."""
+        topology = self.mesh.topology
+        return added_transfers(
+            before,
+            after.placement_ED,
+            topology,
+            expert_bytes=self.shard.expert_bytes,
+            piece_bytes=PIECE_BYTES if topology.num_nodes > 1 else LOCAL_PIECE_BYTES,
+        )
+
+    def kept_transfers(self) -> TransferPlan:
+        """The transfers of the persistent replicas."""
+        held, (known, plan) = self.shard.held, self._kept_transfers
+        if plan is None or known is not held:
+            plan = self.transfers(shard_only(held.owner_E, held.num_devices), held)
+            self._kept_transfers = held, plan
+        return plan
+
     def record(self, event: str) -> None:
         """Tell the recorders of `event`."""
         for recorder in self.recorders:
@@ -94,7 +122,13 @@ class ShardedLayer:
 
     def open_call(self, load_E: NDArray[np.float64] | None, key: object, keep: bool) -> LayerCall:
         """A new pass for the predicted load; `keep` holds on to it until the iteration's end."""
-        call = LayerCall(self, self.policy.place(self.shard.owner_E, load_E, self.context()), key)
+        placement = self.policy.place(self.shard.held, load_E, self.context())
+        if (self.shard.held.placement_ED & ~placement.placement_ED).any():
+            raise ConfigError(
+                f"policy {self.policy.name!r} placed layer {self.index} without an expert where it is kept; "
+                "what `place` returns must contain `held`"
+            )
+        call = LayerCall(self, placement, key)
         self._open = [ref for ref in self._open if ref() is not None]
         self._open.append(weakref.ref(call))
         if keep:
@@ -142,13 +176,14 @@ class ShardedLayer:
         previous = call.previous() if call.previous is not None else None
         if previous is not None and self.policy.rematerialize and previous.state is not CallState.REDUCED:
             previous.replicas.issue_gather()
-        work = None
+        works = []
         if call.replicas.plan.num_transfers:
             self.record("reduce_issued")
             name = f"sparse_reduce_scatter of layer {self.index}"
-            work = sparse_reduce_scatter(self.communicator, call.replicas.plan, chunks, name=name)
-        owned = {e: chunks[e] for e in self.shard.owned}
-        self._reductions.append(Reduction(self.shard, owned, work))
+            works.append(sparse_reduce_scatter(self.communicator, call.replicas.plan, chunks, name=name))
+        works += self._all_reduce(chunks)
+        kept = {e: chunks[e] for e in self.shard.kept}
+        self._reductions.append(Reduction(self.shard, kept, works))
         if self.policy.rematerialize:
             call.replicas.release()
         else:
@@ -166,6 +201,17 @@ class ShardedLayer:
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
             reduction.drop()
+
+    def _all_reduce(self, chunks: dict[int, Tensor]) -> list[Work]:
+        """Persistent replicas' gradients to the owner, and the sum back to them: equal bits, so all step alike."""
+        plan = self.kept_transfers()
+        if not plan.num_transfers:
+            return []
+        name, count_as = f"all_reduce of persistent replicas of layer {self.index}", "all_reduce"
+        return [
+            sparse_reduce_scatter(self.communicator, plan, chunks, name=name, count_as=count_as),
+            sparse_all_gather(self.communicator, plan, chunks, name=name, count_as=count_as),
+        ]
 
     def _gradient_chunks(self, call: LayerCall, gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Each slot's gradient as a chunk, divided by the ranks, as data parallelism averages; zero where idle."""

@@ -58,6 +58,7 @@ def report_layer(layer: ShardedLayer) -> LayerReport | None:
             "all_to_all": _token_bytes(decision.route_EDD, topology, layer.cost.token_bytes),
             "sparse_all_gather": _chunk_bytes([*decision.first_gathers, *regathers], layer, shard.param_dtype),
             "sparse_reduce_scatter": _chunk_bytes([decision.transfers], layer, shard.reduce_dtype),
+            "all_reduce": _chunk_bytes([decision.kept_transfers] * 2, layer, shard.reduce_dtype),
         },
     )
 

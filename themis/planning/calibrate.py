@@ -73,6 +73,7 @@ def added_transfers(
     topology: Topology,
     *,
     expert_bytes: int | None = None,
+    piece_bytes: int = 262144,
 ) -> TransferPlan:
     """The transfers of only those copies that `placement_ED` [E, D] has beyond `placement`; as `transfers` otherwise.
 
@@ -81,4 +82,4 @@ def added_transfers(
     """
     new_ED = np.asarray(placement_ED) & ~placement.placement_ED
     kept_ED = owner_mask(placement.owner_E, placement.num_devices)
-    return transfers(placement.owner_E, new_ED | kept_ED, topology, expert_bytes=expert_bytes)
+    return transfers(placement.owner_E, new_ED | kept_ED, topology, expert_bytes=expert_bytes, piece_bytes=piece_bytes)

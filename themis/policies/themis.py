@@ -91,7 +91,7 @@ class Themis(Policy):
         placement_ED = materialize(
             held.owner_E, load_E, context.topology, overlap_degree=self.degree(context), budget=self.budget
         )
-        return Placement(held.owner_E, placement_ED)
+        return held.merge(placement_ED)
 
     def calibrate(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> Placement:
         """More replicas where the exact counts show that they pay for their own transfer."""

@@ -109,7 +109,7 @@ class ScriptedPolicy(Policy):
     def rearrange(
         self, iteration: int, load_LE: NDArray[np.float64] | None, held_L: Sequence[Placement], context: LayerContext
     ) -> Sequence[Placement]:
-        """New random owners, with persistent replicas by `kept`, every `reshard_every` iterations, the first too."""
+        """New random owners, with persistent replicas by `kept`, every `reshard_every` iterations."""
         del load_LE
         if not self.reshard_every or iteration % self.reshard_every:
             return held_L

@@ -100,7 +100,7 @@ def count(config: ModelConfig) -> ModelCount:
 def rank_memory(config: RunConfig, world_size: int, rank: int = 0, model: ModelCount | None = None) -> Memory:
     """Memory of `rank` of `world_size` with experts dealt out evenly; rank 0 owns the most.
 
-    model: what `count` says of it, where that is known already.
+    model: what `count` says of it, where that is known already. Replicas that a policy keeps count as experts.
 
     Dense parameters are whole on every rank, or an even share of them with parallel.dense "fully_shard" (torch shards
     whole rows, so that a rank may hold a little more).
@@ -115,9 +115,12 @@ def rank_memory(config: RunConfig, world_size: int, rank: int = 0, model: ModelC
     dense_elements = -(-dense.elements // world_size) if sharded else dense.elements
     owned = int(np.sum(even_owner(model.num_experts, world_size) == rank))
     expert = model.expert
-    experts = expert.times(owned * model.num_layers)
     policy = config.policy.build()
-    replicas = min(policy.replicas_per_device(), model.num_experts - owned) if world_size > 1 else 0
+    others = model.num_experts - owned if world_size > 1 else 0
+    kept = min(policy.persistent_replicas_per_device(), others)
+    experts = expert.times((owned + kept) * model.num_layers)
+    bound = policy.replicas_per_device()
+    replicas = others - kept if bound is None else min(bound, others - kept)
     # Themis-RM frees them after the forward; while one layer's backward ends, those of the layer before come back.
     layers = min(2, model.num_layers) if policy.rematerialize else model.num_layers
     counters = (dense.tensors + experts.tensors) * _COUNTER_BYTES
@@ -129,5 +132,5 @@ def rank_memory(config: RunConfig, world_size: int, rank: int = 0, model: ModelC
         optimizer_bytes=_MOMENTS * (dense_elements + experts.elements) * element_bytes + counters,
         buckets_bytes=dense.elements * element_bytes if world_size > 1 and not sharded else 0,
         replicas_bytes=replicas * layers * expert.elements * compute_bytes,
-        copies_bytes=owned * layers * expert.elements * compute_bytes if compute_bytes != element_bytes else 0,
+        copies_bytes=(owned + kept) * layers * expert.elements * compute_bytes if compute_bytes != element_bytes else 0,
     )
