@@ -39,6 +39,7 @@ class Case:
     optimizer: str = "adamw"
     evaluate: bool = False
     keep_steps: bool = True  # outputs and gradients of every step
+    drift: int = 0  # steps after which another expert of each layer becomes the hot one; 0 for none
 
 
 def build(case: Case) -> TinyMoE:
@@ -47,6 +48,13 @@ def build(case: Case) -> TinyMoE:
     if case.bias_LE is not None:
         skew_gates(model, np.asarray(case.bias_LE))
     return model
+
+
+def drift_gates(case: Case, model: TinyMoE, step: int) -> None:
+    """Have each layer's gate favour one expert, another every `drift` steps."""
+    if case.drift:
+        experts, hot = case.config.num_experts, step // case.drift
+        skew_gates(model, np.stack([3.0 * np.eye(experts)[(hot + 2 * i) % experts] for i in range(case.num_layers)]))
 
 
 def make_tokens(case: Case, step: int, rank: int) -> torch.Tensor:
@@ -84,9 +92,10 @@ def train_on_rank(rank: int, case: Case) -> dict[str, Any]:
         owned_L = [shard_only(owner_E, devices) for owner_E in owner_LE]
         executor.rearrange([owned.merge(kept_ED) for owned, kept_ED in zip(owned_L, kept_LED, strict=True)])
     optimizer = make_optimizer(case, model)
-    result: dict[str, Any] = {"losses": [], "outputs": [], "norms": [], "grads": []}
+    result: dict[str, Any] = {"losses": [], "outputs": [], "norms": [], "grads": [], "placements": [], "kept": []}
     for step in range(0, len(case.tokens_SD), case.accumulate):
         optimizer.zero_grad()
+        drift_gates(case, model, step)
         for micro in range(step, step + case.accumulate):
             output_TM, losses = model(make_tokens(case, micro, rank))
             loss = rank_loss(output_TM) + losses
@@ -94,6 +103,8 @@ def train_on_rank(rank: int, case: Case) -> dict[str, Any]:
             result["losses"].append(loss.item())
             if case.keep_steps:
                 result["outputs"].append(output_TM.detach().double().numpy())
+        result["placements"].append([report.placement_ED for report in themis.step_report(model)])
+        result["kept"].append(executor.held_L)
         if case.keep_steps:
             result["grads"].append(_named(model, lambda p: p.grad))
         result["norms"].append(themis.clip_grad_norm_(model, 1.0).item())
@@ -123,6 +134,7 @@ def train_alone(case: Case) -> dict[str, Any]:
     ranks = range(case.topology.num_devices)
     for step in range(0, len(case.tokens_SD), case.accumulate):
         optimizer.zero_grad()
+        drift_gates(case, model, step)
         for micro in range(step, step + case.accumulate):
             parts = [make_tokens(case, micro, rank) for rank in ranks]
             output_TM, losses = model(torch.cat(parts))
@@ -146,7 +158,7 @@ def assert_same(case: Case, ranks: list[dict[str, Any]], alone: dict[str, Any], 
 
     Each expert is at one rank alone, or, where the policy keeps replicas, the same to the last bit at all that hold it.
     """
-    close, keeps = {"rtol": tolerance, "atol": tolerance}, getattr(case.policy, "kept", 0.0) > 0
+    close, keeps = {"rtol": tolerance, "atol": tolerance}, _keeps(case.policy)
     np.testing.assert_allclose(np.mean([r["losses"] for r in ranks], axis=0), alone["losses"], **close)
     for d, result in enumerate(ranks):
         np.testing.assert_allclose(result["norms"], alone["norms"], **close)
@@ -185,3 +197,7 @@ def _assert_union(parts: list[dict[str, Any]], whole: dict[str, Any], close: dic
                 scale = max(1.0, float(np.abs(value).max(initial=0.0)))
                 np.testing.assert_allclose(held / scale, value / scale, err_msg=name, **close)
     assert set(whole) == set().union(*parts)
+
+
+def _keeps(policy: Policy) -> bool:
+    return policy.persistent_replicas_per_device() > 0

@@ -106,6 +106,10 @@ class ScriptedPolicy(Policy):
     def replicas_per_device(self) -> None:
         """Unbounded."""
 
+    def persistent_replicas_per_device(self) -> int:
+        """One or none, for nobody counts on it: random."""
+        return int(self.kept > 0)
+
     def rearrange(
         self, iteration: int, load_LE: NDArray[np.float64] | None, held_L: Sequence[Placement], context: LayerContext
     ) -> Sequence[Placement]:
