@@ -14,7 +14,10 @@ import torch
 from tests.train.harness import small_config, train_on_ranks, write_text
 from tests.train.test_transformers_session import DEEPSEEK
 from themis.cli.main import main
-from themis.train.config import save_config
+from themis.models.directory_writer import DirectoryWriter
+from themis.train.config import load_config, save_config
+from themis.train.run_export import export_run
+from themis.train.run_lock import exclusive
 
 pytest.importorskip("transformers")
 
@@ -34,7 +37,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_transformers_loads_what_was_trained(run_dir: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["export", str(run_dir), str(tmp_path / "out"), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert (record["step"], record["damaged"]) == (8, [])
+    assert (record["step"], record["notes"]) == (8, [])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     trained = stored_tensors(run_dir / "checkpoints/step-000008")
     for name, tensor in model.state_dict().items():
@@ -65,6 +68,23 @@ def test_a_damaged_newest_checkpoint_is_passed_over(run_dir: Path, tmp_path: Pat
     assert "wrote the model of step 4" in printed
 
 
+def test_a_run_under_way_keeps_all_it_has_and_its_tokenizer_goes_along(run_dir: Path, tmp_path: Path) -> None:
+    run, tokenizer = tmp_path / "run", tmp_path / "mine.json"
+    shutil.copytree(run_dir, run)
+    (run / "checkpoints/step-x9").mkdir()
+    (run / "checkpoints/replaced-step-000012").mkdir()
+    config = load_config(run / "config.json")
+    save_config(replace(config, data=replace(config.data, tokenizer=str(tokenizer))), run / "config.json")
+    before = sorted(path.relative_to(run) for path in run.rglob("*"))
+    _, (note,) = export_run(run, tmp_path / "without")
+    assert "mine.json' is not there; no tokenizer.json goes along" in note
+    tokenizer.write_text("{}")
+    with exclusive(run):
+        assert export_run(run, tmp_path / "with") == (8, [])
+    assert (tmp_path / "with/tokenizer.json").read_text() == "{}"
+    assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
+
+
 def test_what_cannot_be_exported_is_told_in_a_line(run_dir: Path, tmp_path: Path, capsys: Any) -> None:
     gpt = tmp_path / "gpt"
     gpt.mkdir()
@@ -72,6 +92,10 @@ def test_what_cannot_be_exported_is_told_in_a_line(run_dir: Path, tmp_path: Path
     empty = tmp_path / "empty"
     empty.mkdir()
     save_config(replace(small_config(tmp_path / "text.txt"), model=DEEPSEEK), empty / "config.json")
+    DirectoryWriter(tmp_path / "model", 10**9).finish()
+    (tmp_path / "model/config.json").write_text('{"model_type": "mixtral"}')
+    (tmp_path / "model/model.safetensors").touch()
+    (empty / "checkpoints/step-x9").mkdir(parents=True)
     (tmp_path / "there").mkdir()
     (tmp_path / "there/file").touch()
     for arguments, message in [
@@ -80,6 +104,7 @@ def test_what_cannot_be_exported_is_told_in_a_line(run_dir: Path, tmp_path: Path
         ([empty, tmp_path / "out"], "there is no checkpoint in"),
         ([run_dir, tmp_path / "out", "--step", "5"], "no checkpoint of step 5"),
         ([run_dir, tmp_path / "there"], "exists; name a new directory"),
+        ([tmp_path / "model", tmp_path / "out"], "is a model's directory, not a run's"),
         ([run_dir, tmp_path / "out", "--drop", "nope*"], "drop is 'nope*', which matches none"),
         ([run_dir, tmp_path / "out", "--dtype", "int8"], "dtype"),
         ([run_dir], "out"),

@@ -220,7 +220,49 @@ DAMAGES = {
     "another shape": (_reshaped, r"model\.norm\.weight as \[3\]; by its config.json it would be \[32\]"),
     "quantised": (_config(quantization_config={"quant_method": "fp8"}), "quantised weights .fp8.; give an unquantised"),
     "a quantised tensor": (_quantised, r"model\.norm\.weight as torch\.float8_e4m3fn, a quantised form"),
-    "unknown architecture": (_config(architectures=["Nope"]), r"architectures \['Nope'\]; exactly one"),
+    "a part quantised": (_config(text_config={"quantization_config": {"quant_method": "awq"}}), "weights .awq."),
+    **{
+        f"architectures {names}": (_config(architectures=names), "has the architectures .*; exactly one")
+        for names in (["Nope"], [], None, [7], [None], ["AutoConfig"], ["__doc__"], ["GenerationConfig"], [[]])
+    },
+    **{
+        f"architectures {names}": (
+            _config(architectures=names),
+            r"config\.json' (has the arch|names no model of trans)",
+        )
+        for names in ("MixtralForCausalLM", {"MixtralForCausalLM": 1}, 7, ["MixtralForCausalLM", "MixtralModel"])
+    },
+    **{
+        f"{key} {value}": (
+            _config(**{key: value}),
+            r"config\.json' (names no model|describes no|has)|by its config|lacks",
+        )
+        for key, value in [
+            ("model_type", None),
+            ("model_type", 7),
+            ("model_type", []),
+            ("hidden_size", "wide"),
+            ("hidden_size", -3),
+            ("hidden_size", None),
+            ("hidden_size", [32]),
+            ("hidden_size", 1e400),
+            ("num_local_experts", 4),
+            ("num_hidden_layers", "two"),
+            ("num_hidden_layers", 9),
+            ("dtype", "nope"),
+            ("hidden_act", "nope"),
+            ("rope_parameters", "nope"),
+        ]
+    },
+    "no experts": (_config(num_local_experts=0), "num_experts is 0; it must be 1 or more"),
+    "generation config is no JSON": (
+        lambda path: (path / "generation_config.json").write_text("{"),
+        r"generation_config\.json' cannot be used",
+    ),
+    "generation config of odd values": (
+        lambda path: (path / "generation_config.json").write_text('{"max_new_tokens": -4, "num_beams": "x"}'),
+        r"generation_config\.json' cannot be used",
+    ),
     "unknown model type": (_config(model_type="nope"), "names no model of transformers"),
     "index out of the directory": (_index({"a": "../whole.safetensors"}), "no weight_map from tensors to files beside"),
     "index of a missing file": (_index({"a": "b.safetensors"}), "not a whole safetensors file"),
@@ -236,6 +278,37 @@ def test_a_directory_that_is_not_whole_is_refused(tmp_path: Path, damage: str) -
     with pytest.raises(ConfigError, match=message) as caught:
         themis.from_pretrained(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_backbone_and_no_quantisation_and_tensors_that_tell_their_type(tmp_path: Path) -> None:
+    """Beside a generation_config.json, which a backbone has no use for; config.json names no type."""
+    path = _directory(tmp_path / "model", dtype=torch.bfloat16)
+    record = json.loads((path / "config.json").read_text())
+    del record["dtype"]
+    tensors = load_file(path / "model.safetensors")
+    backbone = {key.removeprefix("model."): tensor for key, tensor in tensors.items() if key.startswith("model.")}
+    for kind, stored in (("MixtralForCausalLM", tensors), ("MixtralModel", backbone)):
+        save_file(stored, path / "model.safetensors")
+        odd = record | {"architectures": [kind], "quantization_config": None}
+        (path / "config.json").write_text(json.dumps(odd))
+        (path / "generation_config.json").write_text('{"max_new_tokens": 4}')
+        model = themis.from_pretrained(path)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        themis.export(model, tmp_path / kind)
+        executor_of(model).close()
+        assert first_difference(path, tmp_path / kind) is None
+        assert (tmp_path / kind / "generation_config.json").exists() == (kind == "MixtralForCausalLM")
+
+
+def test_both_names_of_tied_tensors_come_back(tmp_path: Path) -> None:
+    path = _directory(tmp_path / "model")
+    _config(tie_word_embeddings=True)(path)
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path / "model.safetensors")
+    model = themis.from_pretrained(path)
+    themis.export(model, tmp_path / "out")
+    executor_of(model).close()
+    assert first_difference(path, tmp_path / "out") is None
 
 
 def test_tied_tensors_that_differ_are_refused(tmp_path: Path) -> None:
@@ -294,8 +367,19 @@ def test_what_export_cannot_do_is_told_in_a_line(tmp_path: Path) -> None:
             patch.setattr("themis.models.directory_writer.save_file", full)
             with pytest.raises(CheckpointError, match="cannot be written: no space left"):
                 themis.export(model, tmp_path / "out")
-    executor_of(model).close()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "loose").symlink_to(tmp_path / "nowhere")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("themis.models.export.dense_tensors", None)
+        for path, message in (("file", "exists"), ("model", "exists"), ("link", "a link"), ("loose", "a link")):
+            with pytest.raises(ConfigError, match=f"{path}' (is )?{message}"):
+                themis.export(model, tmp_path / path)
+        with pytest.raises(ConfigError, match="file' is no directory"):
+            themis.export(model, tmp_path / "file/below/out")
+    executor_of(model).close()
 
 
 def test_export_leaves_what_stands_beside(tmp_path: Path) -> None:

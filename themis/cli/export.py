@@ -19,9 +19,9 @@ from themis.train.run_export import export_run
 class ExportOptions:
     """Write the model of RUN's newest whole checkpoint into the new directory OUT, which transformers loads."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run's directory."""
-    out: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """The directory to write."""
     step: int | None = None
     """The checkpoint's step; by default the newest."""
@@ -35,14 +35,14 @@ class ExportOptions:
 
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    options = parse(ExportOptions, arguments, "themis export RUN OUT")
+    options = parse(ExportOptions, arguments, "themis export")
     dtype = None if options.dtype == "as-trained" else getattr(torch, options.dtype)
-    step, damaged = export_run(options.run, options.out, step=options.step, dtype=dtype, drop=options.drop)
+    step, notes = export_run(options.run, options.out, step=options.step, dtype=dtype, drop=options.drop)
     size = sum(file.stat().st_size for file in options.out.iterdir())
     if options.json:
-        print(json.dumps({"out": str(options.out), "step": step, "bytes": size, "damaged": damaged}))
+        print(json.dumps({"out": str(options.out), "step": step, "bytes": size, "notes": notes}))
         return 0
-    for line in damaged:
-        print(f"{line}; took step {step}")
+    for line in notes:
+        print(line)
     print(f"wrote the model of step {step} to {options.out}")
     return 0

@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from themis.core.errors import ConfigError
+from themis.models.family import reason
 from themis.models.model_directory import ModelDirectory
 from themis.models.slots import matching
 
@@ -43,7 +44,11 @@ class Target:
         for pattern, tensors in tensors_of.items():
             for key, tensor in zip(self.keys_of[pattern], tensors, strict=False):
                 rule.add_tensor(self.name, key, pattern, tensor)
-        made = rule.convert(self.name, model=model, config=model.config)
+        try:
+            made = rule.convert(self.name, model=model, config=model.config)
+        except Exception as error:  # torch's, of shapes that do not go together, and the rules' own
+            keys = next(iter(self.keys_of.values()))
+            raise ConfigError(f"the tensors like {keys[0]!r} do not make {self.name}: {reason(error)}") from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 

@@ -17,18 +17,27 @@ from themis.core.errors import ConfigError
 from themis.models.model_directory import INDEX, WEIGHTS
 
 
+def require_new(path: Path) -> None:
+    """ConfigError unless `path` can become a directory: nothing is there, or an empty one."""
+    if path.is_symlink():
+        raise ConfigError(f"{str(path)!r} is a link; name a new directory to write the model to")
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{str(path)!r} exists; name a new directory to write the model to")
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        raise ConfigError(f"{str(path)!r} cannot be made: {str(parent)!r} is no directory")
+
+
 @final
 class DirectoryWriter:
     """Takes tensors in pieces and writes them to safetensors files of at most `max_file_bytes`, where tensors allow it.
 
-    All goes into a new directory beside `path`, which becomes `path` at the end. ConfigError where `path` is there
-    already.
+    All goes into a new directory beside `path`, which becomes `path` at the end. ConfigError as `require_new`.
     """
 
     def __init__(self, path: Path, max_file_bytes: int) -> None:
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise ConfigError(f"{str(path)!r} exists; name a new directory to write the model to")
-        self.path = path
+        require_new(path)
+        self.path = path = path.absolute()
         self._scratch = path.with_name(f"{path.name}.tmp-{uuid4().hex[:8]}")
         self._max_file_bytes = max_file_bytes
         self._waiting: dict[str, Tensor] = {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +34,28 @@ def architecture(path: Path) -> tuple[Any, Any]:
     require_transformers()
     import transformers
 
-    try:
+    with _told(path / "config.json", "names no model of transformers"):
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{str(path / 'config.json')!r} names no model of transformers: {_line(error)}") from error
-    names = config.architectures or []
-    builder = getattr(transformers, names[0], None) if len(names) == 1 else None
-    if builder is None:
+    names = config.architectures
+    one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    builder = getattr(transformers, names[0], None) if one else None
+    if not (isinstance(builder, type) and issubclass(builder, transformers.PreTrainedModel)):
         raise ConfigError(
             f"{str(path / 'config.json')!r} has the architectures {names}; exactly one of this transformers "
             f"({transformers.__version__}) is wanted"
         )
     return builder, config
+
+
+def model_of(path: Path, dtype: torch.dtype | None, stored: torch.dtype) -> Any:
+    """The model of the directory `path` on the meta device, in `dtype`, the type in its config.json, or `stored`."""
+    builder, config = architecture(path)
+    with _told(path / "config.json", f"describes no {builder.__name__}"):
+        model = build_on_meta(builder, config, dtype or config.dtype or stored)
+    if model.can_generate() and (path / "generation_config.json").is_file():
+        with _told(path / "generation_config.json", "cannot be used"):
+            model.generation_config = type(model.generation_config).from_pretrained(path, local_files_only=True)
+    return model
 
 
 def causal_lm_class(config: Any) -> Any:
@@ -78,5 +90,17 @@ def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+@contextmanager
+def _told(file: Path, what: str) -> Iterator[None]:
+    """Turn whatever transformers' classes make of odd values in `file` into a ConfigError of one line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # its checks raise errors of several packages' own
+        raise ConfigError(f"{str(file)!r} {what}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """An error's text in a line of bounded length, its kind where it has none."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

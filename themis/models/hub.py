@@ -13,7 +13,7 @@ from themis.core.errors import ConfigError, require
 from themis.fssdp import WeightSource, parallelize
 from themis.fssdp.adapters import MoESite
 from themis.fssdp.weights import begin_initialisation
-from themis.models.family import architecture, build_on_meta, floating_type, require_transformers
+from themis.models.family import floating_type, model_of, require_transformers
 from themis.models.model_directory import ModelDirectory
 from themis.models.tensors import dense_tensors, stacked_shapes
 
@@ -27,17 +27,14 @@ def from_pretrained(
     """The transformers model of the local directory `path`, parallelized, in training mode; a collective.
 
     path: config.json and safetensors, in one file or many, with a tensor an expert or one for all; every rank must
-    see it. dtype: the type of the parameters, by default the directory's; drop: shell-style patterns of tensors that
-    are left out; options: those of `themis.parallelize`, such as `prepare` for adapters. A rank never holds more than
-    its own part and one expert.
+    see it. dtype: the type of the parameters, by default the one that config.json names, or else that of the tensors;
+    drop: shell-style patterns of tensors that are left out; options: those of `themis.parallelize`, such as `prepare`
+    for adapters. A rank never holds more than its own part and one expert.
     ConfigError for a directory that is not whole or does not fit the model.
     """
     dtype = floating_type("dtype", dtype)
     weights = PretrainedWeights(path, drop=drop)
-    builder, config = architecture(Path(path))
-    model = build_on_meta(builder, config, dtype or config.dtype or torch.float32)
-    if (Path(path) / "generation_config.json").is_file():
-        model.generation_config = type(model.generation_config).from_pretrained(path, local_files_only=True)
+    model = model_of(Path(path), dtype, weights.dtype)
     return parallelize(model.train(), weights=weights, **options)
 
 
@@ -54,12 +51,17 @@ class PretrainedWeights(WeightSource):
         self._directory = ModelDirectory(Path(path))
         self._drop = drop
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the directory's tensors: of the first floating-point one."""
+        return self._directory.dtype
+
     @torch.no_grad()
     def fill(self, model: Any, sites: Sequence[MoESite]) -> None:
         """Read what this rank holds. ConfigError where a tensor is missing, has no slot or has another shape."""
         from themis.models.conversion import ImportPlan  # needs transformers, which is optional
 
-        dense, stacks = dense_tensors(model, sites), stacked_shapes(sites)
+        dense, stacks = dense_tensors(model, [site.name for site in sites]), stacked_shapes(sites)
         slots = {name: tuple(tensor.shape) for name, tensor in dense.items()} | stacks
         plan = ImportPlan(self._directory, model, slots, self._drop)
         filled = self._fill_dense(plan, [t for name, t in plan.targets.items() if name not in stacks], dense)
@@ -73,6 +75,8 @@ class PretrainedWeights(WeightSource):
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
         begin_initialisation(model, sites)  # what no directory holds, such as rotary frequencies
         model._weight_conversions = plan.used()
+        # Directories may have tied tensors under each of their names; export gives back what was there.
+        model._themis_tied = sorted(filled & set(getattr(model, "all_tied_weights_keys", {})))
 
     def _fill_dense(self, plan: ImportPlan, targets: list[Target], dense: dict[str, Tensor]) -> set[str]:
         filled: set[str] = set()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -13,6 +14,9 @@ from themis.core.errors import ConfigError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+#: safetensors' names of the types that models are of.
+_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 #: A file is opened anew after so much was read of it: pages of an open one count as this process's memory.
 _REOPEN_BYTES = 32 << 20
@@ -27,10 +31,9 @@ class ModelDirectory:
         if not path.is_dir():
             raise ConfigError(f"model directory {str(path)!r} is no directory here; name a local directory of a model")
         self.config = _read_json(path / "config.json")
-        if "quantization_config" in self.config:
+        if (kind := _quantization(self.config)) is not None:
             raise ConfigError(
-                f"model directory {str(path)!r} holds quantised weights ({_kind_of_quantization(self.config)}); "
-                "give an unquantised copy"
+                f"model directory {str(path)!r} holds quantised weights ({kind}); give an unquantised copy"
             )
         self._file_of = self._locate()
         self._open: tuple[str, Any] | None = None
@@ -40,6 +43,16 @@ class ModelDirectory:
     def keys(self) -> list[str]:
         """The names of all tensors."""
         return list(self._file_of)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the first floating-point tensor of the first file, as transformers has it; float32 without."""
+        first = min(self._file_of.values(), default="")
+        for key in sorted(key for key, file in self._file_of.items() if file == first):
+            dtype = _FLOATING.get(self._handle(key).get_slice(key).get_dtype())
+            if dtype is not None:
+                return dtype
+        return torch.float32
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of tensor `key`."""
@@ -104,6 +117,10 @@ def _is_plain(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
 
 
-def _kind_of_quantization(config: dict[str, Any]) -> str:
-    entry = config["quantization_config"]
-    return str(entry.get("quant_method", "of an unknown kind")) if isinstance(entry, dict) else "of an unknown kind"
+def _quantization(config: dict[str, Any]) -> str | None:
+    """The kind of quantisation that `config`, or a part of it such as text_config, names; None for none."""
+    entry = config.get("quantization_config")
+    if entry is not None:
+        return str(entry.get("quant_method", "of an unknown kind")) if isinstance(entry, dict) else "of an unknown kind"
+    parts = (_quantization(part) for part in config.values() if isinstance(part, dict))
+    return next((kind for kind in parts if kind is not None), None)

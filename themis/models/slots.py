@@ -56,9 +56,10 @@ class Slots:
         self._label = family.__name__
         self._cast = dtype is not None
         twin = build_on_meta(family, copy.deepcopy(root.config), dtype or root.dtype)
-        tied = twin.all_tied_weights_keys
-        self._tensors = {name: tensor for name, tensor in twin.state_dict().items() if name not in tied}
-        self._tied = set(tied)
+        self._tied = set(twin.all_tied_weights_keys)
+        self._kept = self._tied & set(getattr(root, "_themis_tied", ()))
+        left_out = self._tied - self._kept
+        self._tensors = {name: tensor for name, tensor in twin.state_dict().items() if name not in left_out}
 
     def check(self, prefix: str, names: Iterable[str], drop: Sequence[str]) -> None:
         """ConfigError unless `names`, all under `prefix`, are the slots', but for those that `drop` matches."""
@@ -76,7 +77,10 @@ class Slots:
             raise ConfigError(f"the model lacks {missing[0]!r}, which a {self._label} of transformers has")
 
     def fit(self, name: str, tensor: Tensor) -> Tensor | None:
-        """`tensor` as the slot `name` has it; None where there is no such slot, or it is another's twin."""
+        """`tensor` as the slot `name` has it; None where there is no such slot, or it is another's twin.
+
+        A twin that the model's directory had too is a copy, as one file cannot have shared memory twice.
+        """
         slot = self._tensors.get(name)
         if slot is None:
             return None
@@ -85,4 +89,5 @@ class Slots:
                 f"the model has {name} as {list(tensor.shape)}; a {self._label} of its configuration has "
                 f"{list(slot.shape)}"
             )
-        return tensor.to(slot.dtype) if self._cast and tensor.is_floating_point() else tensor
+        fitting = tensor.to(slot.dtype) if self._cast and tensor.is_floating_point() else tensor
+        return fitting.clone() if name in self._kept else fitting

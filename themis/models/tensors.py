@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -10,9 +10,9 @@ from themis.fssdp.adapters import MoESite
 from themis.moe.interface import BANK
 
 
-def dense_tensors(model: nn.Module, sites: Sequence[MoESite]) -> dict[str, Tensor]:
-    """Parameters and saved buffers outside the experts of `sites`, by name; shared ones under each of their names."""
-    banks = tuple(f"{site.name}.{BANK}." for site in sites)
+def dense_tensors(model: nn.Module, experts: Iterable[str]) -> dict[str, Tensor]:
+    """Parameters and saved buffers outside the modules `experts`, by name; shared ones under each of their names."""
+    banks = tuple(f"{name}.{BANK}." for name in experts)
     return {name: t for name, t in model.state_dict(keep_vars=True).items() if not name.startswith(banks)}
 
 

@@ -102,13 +102,18 @@ def find(directory: Path) -> tuple[Checkpoint, list[str]]:
     Every file is read and compared with its checksum. CheckpointError where there is none to go on from.
     """
     require_any(directory)
+    return newest_whole(directory)
+
+
+def newest_whole(directory: Path) -> tuple[Checkpoint, list[str]]:
+    """As `find`, but changes nothing in `directory`, where a run may be at work."""
     damaged: list[str] = []
     for _, path in reversed(_listed(directory)):
         try:
             return check(path), damaged
         except CheckpointError as error:
             damaged.append(str(error))
-    raise CheckpointError(f"no whole checkpoint in {str(directory)!r}: {damaged[0]}")
+    raise CheckpointError(f"no whole checkpoint in {str(directory)!r}{': ' + damaged[0] if damaged else ''}")
 
 
 def require_any(directory: Path) -> None:
@@ -181,6 +186,11 @@ def _no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
+
+
+def steps(directory: Path) -> list[int]:
+    """The steps of the checkpoints in `directory`, whole or not, ascending."""
+    return [step for step, _ in _listed(directory)]
 
 
 def _listed(directory: Path) -> list[tuple[int, Path]]:

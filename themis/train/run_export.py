@@ -14,6 +14,7 @@ from themis.comm.mesh import Mesh
 from themis.core.errors import CheckpointError, ConfigError
 from themis.fssdp.adapters import MoESite, find_sites
 from themis.models import TransformersConfig, build
+from themis.models.directory_writer import require_new
 from themis.models.export import Piece, write_pieces
 from themis.models.slots import Slots, family_root
 from themis.models.tensors import stacked_shapes
@@ -29,17 +30,24 @@ def export_run(
 ) -> tuple[int, list[str]]:
     """Write the model of `run_dir`'s checkpoint of `step`, by default the newest whole one, into `path`.
 
-    dtype, drop: as in `themis.export`. Returns the step, and a line for each newer checkpoint that is damaged. A
-    tokenizer.json that the run has used is copied along. Memory: the dense part, a layer's experts and a file's
-    tensors at a time. ConfigError for a run of another model than transformers', CheckpointError.
+    dtype, drop: as in `themis.export`. The run may be under way; nothing in it is changed. Returns the step and what
+    there is to tell, a line each: newer checkpoints that are damaged, a tokenizer.json that the run has used and
+    that is no longer there; one that is goes along. Memory: the dense part, a layer's experts and a file's tensors at
+    a time. ConfigError for a run of another model than transformers', CheckpointError.
     """
+    require_new(path)
+    if not (run_dir / "checkpoints").exists() and any(run_dir.glob("*.safetensors")):
+        raise ConfigError(
+            f"{str(run_dir)!r} is a model's directory, not a run's; name the directory of a run of `themis train`, or "
+            "read the model with themis.from_pretrained and write it with themis.export"
+        )
     config = load_config(run_dir / "config.json")
     if not isinstance(config.model, TransformersConfig):
         raise ConfigError(
             f"{str(run_dir)!r} is a run of {config.name!r}, whose model is none of transformers', so there is no form "
             "in which transformers would load it; export runs of recipes such as mixtral-tiny"
         )
-    found, damaged = _find(run_dir / "checkpoints", step)
+    found, notes = _find(run_dir / "checkpoints", step)
     model = build(config.model, getattr(torch, config.parallel.dtype))
     prefix, root = family_root(model)
     slots = Slots(root, dtype)
@@ -54,18 +62,23 @@ def export_run(
         for site in sites:
             yield _read_layer(found, stored, site, prefix)
 
-    write_pieces(root, slots, pieces(), path, Mesh.create(), dtype=dtype)
-    if config.data.tokenizer != BYTES and Path(config.data.tokenizer).is_file():
-        shutil.copyfile(config.data.tokenizer, path / "tokenizer.json")
-    return found.step, damaged
+    def copy_tokenizer(directory: Path) -> None:
+        shutil.copyfile(config.data.tokenizer, directory / "tokenizer.json")
+
+    has_tokenizer = Path(config.data.tokenizer).is_file()
+    if not has_tokenizer and config.data.tokenizer != BYTES:
+        notes = [*notes, f"tokenizer {config.data.tokenizer!r} is not there; no tokenizer.json goes along"]
+    beside = copy_tokenizer if has_tokenizer and config.data.tokenizer != BYTES else None
+    write_pieces(root, slots, pieces(), path, Mesh.create(), dtype=dtype, beside=beside)
+    return found.step, notes
 
 
 def _find(directory: Path, step: int | None) -> tuple[Checkpoint, list[str]]:
-    there = sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*[0-9]"))
+    there = checkpoints.steps(directory)
     if not there:
         raise CheckpointError(f"there is no checkpoint in {str(directory)!r} to export")
     if step is None:
-        return checkpoints.find(directory)
+        return checkpoints.newest_whole(directory)
     if step not in there:
         raise CheckpointError(f"there is no checkpoint of step {step} in {str(directory)!r}; there are {there}")
     return checkpoints.check(directory / f"step-{step:06d}"), []
