@@ -14,13 +14,18 @@ if TYPE_CHECKING:
     from themis.fssdp import FreshWeights, MixedPrecision, clip_grad_norm_, parallelize, step_report
     from themis.models.export import export
     from themis.models.hub import PretrainedWeights, from_pretrained
-    from themis.policies import EP, Themis, ThemisRM, Uniform
+    from themis.policies import EP, EPLB, ExactLoad, FasterMoE, FlexMoE, SmartMoE, Themis, ThemisRM, Uniform
 
 _HOME = {
     "EP": "themis.policies",
+    "EPLB": "themis.policies",
+    "ExactLoad": "themis.policies",
+    "FasterMoE": "themis.policies",
+    "FlexMoE": "themis.policies",
     "FreshWeights": "themis.fssdp",
     "MixedPrecision": "themis.fssdp",
     "PretrainedWeights": "themis.models.hub",
+    "SmartMoE": "themis.policies",
     "Themis": "themis.policies",
     "ThemisRM": "themis.policies",
     "Uniform": "themis.policies",
@@ -33,9 +38,14 @@ _HOME = {
 
 __all__ = [
     "EP",
+    "EPLB",
+    "ExactLoad",
+    "FasterMoE",
+    "FlexMoE",
     "FreshWeights",
     "MixedPrecision",
     "PretrainedWeights",
+    "SmartMoE",
     "Themis",
     "ThemisRM",
     "Uniform",

@@ -9,6 +9,7 @@ from themis.core.errors import ConfigError
 from themis.core.topology import Topology
 from themis.planning import dispatch
 from themis.planning.reference import dispatch_reference
+from themis.planning.reference_rules import even_reference
 from themis.testing.strategies import owners, placements, quick, tokens, topologies
 
 
@@ -31,6 +32,21 @@ def test_local_first_invariants_and_reference(problem):
     assert (route_EDD >= 0).all()
     assert not route_EDD.sum(axis=1)[~placement_ED].any()  # only holders are sent tokens
     assert np.array_equal(route_EDD, dispatch_reference(tokens_ED, placement_ED, topology))
+
+
+@quick(80)
+@given(problems())
+def test_even_invariants_and_reference(problem):
+    tokens_ED, placement_ED, topology = problem
+    route_EDD = dispatch(tokens_ED, placement_ED, topology, rule="even")
+    assert np.array_equal(route_EDD.sum(axis=2), tokens_ED)
+    assert np.array_equal(route_EDD, even_reference(tokens_ED, placement_ED))
+
+
+def test_even_knows_no_place_and_odd_tokens_rotate():
+    placement_ED = np.array([[True, False, True, True]])
+    route_EDD = dispatch([[7, 1, 2, 0]], placement_ED, Topology(2, 2), rule="even")
+    assert route_EDD[0].tolist() == [[3, 0, 2, 2], [0, 0, 1, 0], [1, 0, 0, 1], [0, 0, 0, 0]]
 
 
 def test_own_tokens_then_the_node_then_all_and_odd_ones_rotate():
@@ -57,7 +73,9 @@ def test_odd_tokens_favour_no_holder():
         ([[1, 1]], [[1, 0]], {}, "placement_ED is of type"),
         ([[1, 1]], [[True, False], [True, False]], {}, "both must be"),
         ([[0, 0], [0, 1]], [[False, False], [False, False]], {}, "no holder of expert 1"),
-        ([[1, 1]], [[True, False]], {"rule": "fair"}, "rule is 'fair'; it must be one of local-first, balanced"),
+        ([[1, 1]], [[True, False]], {"rule": "fair"}, "rule is 'fair'; it must be one of local-first, balanced, even"),
+        ([[1, -1]], [[True, False]], {"rule": "even"}, "tokens_ED is negative"),
+        ([[0, 0], [0, 1]], [[False, False], [False, False]], {"rule": "even"}, "no holder of expert 1"),
     ],
 )
 def test_bad_arguments(tokens_ED, placement_ED, options, message):

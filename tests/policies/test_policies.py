@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,8 +17,22 @@ from themis.core.errors import ConfigError
 from themis.core.placement import Placement, even_owner, shard_only
 from themis.core.topology import Link, Topology
 from themis.planning import calibrate, dispatch, materialize, shard
-from themis.policies import EP, POLICIES, LayerContext, Policy, Themis, ThemisRM, Uniform
+from themis.policies import (
+    EP,
+    EPLB,
+    POLICIES,
+    ExactLoad,
+    FasterMoE,
+    FlexMoE,
+    LayerContext,
+    Policy,
+    SmartMoE,
+    Themis,
+    ThemisRM,
+    Uniform,
+)
 from themis.testing.strategies import loads, owners, quick, tokens, topologies
+from themis.train.config import PolicyName
 
 FAST = Topology(2, 2, Link(0.0, 1e9), Link(0.0, 1e6))
 COST = LayerCost(expert_s_per_token=1e-3, token_bytes=100, expert_bytes=1000)
@@ -33,6 +48,11 @@ EVERY: dict[str, Policy] = {
     "themis-balanced": Themis(budget=1, overlap_degree=2, reshard_interval=1, dispatch_rule="balanced"),
     "themis-unmeasured": Themis(budget=1, reshard_interval=2),
     "themis-rm": ThemisRM(2, 3, 1),
+    "faster-moe": FasterMoE(),
+    "smart-moe": SmartMoE(interval=2),
+    "flex-moe": FlexMoE(interval=2, extra_slots=1),
+    "eplb": EPLB(budget=2),
+    "exact-load": ExactLoad(budget=1, min_tokens=2),
 }
 each_policy = pytest.mark.parametrize("policy", EVERY.values(), ids=EVERY.keys())
 
@@ -45,7 +65,9 @@ def test_registry_names_are_the_policies_own(name: str) -> None:
 
 
 def test_registry_knows_the_policies_of_this_release() -> None:
-    assert set(POLICIES) == {"ep", "uniform", "themis", "themis-rm"}
+    ours = {"ep", "uniform", "themis", "themis-rm"}
+    assert set(POLICIES) == ours | {"faster-moe", "smart-moe", "flex-moe", "eplb", "exact-load"}
+    assert set(POLICIES) == set(get_args(PolicyName)), "the command line knows them all"
 
 
 @st.composite

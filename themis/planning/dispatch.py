@@ -12,7 +12,7 @@ from themis.planning.balance import balance, default_cost
 from themis.planning.compiled import bools, compiled, ints
 
 #: The rules by which `dispatch` splits tokens among the holders of their expert.
-RULES = ("local-first", "balanced")
+RULES = ("local-first", "balanced", "even")
 
 
 def dispatch(
@@ -33,6 +33,7 @@ def dispatch(
     rule "balanced": the integer shares that minimise the layer's predicted time, the slowest device's experts plus
     the most loaded link, by `cost` (by default, `balance.default_cost`: devices balanced first, traffic second). Its
     predicted time never exceeds that of "local-first".
+    rule "even": each source's tokens of an expert go evenly to all its holders, wherever they are.
 
     Returns int64 [E, source, destination], whose sum over destinations is exactly `tokens_ED`. Raises ConfigError on
     negative counts, on tokens for an expert that no device holds, and on shapes that do not fit the topology.
@@ -45,7 +46,8 @@ def dispatch(
         )
     if rule not in RULES:
         require(False, "rule", rule, f"one of {', '.join(RULES)}")
-    good, route_EDD = _local_first(counts_ED, placed_ED, topology.devices_per_node)
+    local = topology.devices_per_node
+    good, route_EDD = _even(counts_ED, placed_ED) if rule == "even" else _local_first(counts_ED, placed_ED, local)
     if not good:
         if (counts_ED < 0).any():
             reject("tokens_ED", "negative somewhere", "zero or more tokens")
@@ -54,6 +56,28 @@ def dispatch(
     if rule == "balanced":
         return balance(counts_ED, placed_ED, route_EDD, topology, cost or default_cost(topology))
     return route_EDD  # type: ignore[no-any-return]
+
+
+@compiled
+def _even(tokens_ED, placement_ED):  # type: ignore[no-untyped-def]
+    """(whether the arguments are good, route_EDD); see `dispatch`."""
+    num_experts, num_devices = tokens_ED.shape
+    route_EDD = np.zeros((num_experts, num_devices, num_devices), dtype=np.int64)
+    holder_H = np.empty(num_devices, dtype=np.int64)
+    for e in range(num_experts):
+        size = 0
+        for d in range(num_devices):
+            holder_H[size] = d
+            size += placement_ED[e, d]
+        for source in range(num_devices):
+            tokens = tokens_ED[e, source]
+            if tokens < 0 or (tokens > 0 and size == 0):
+                return False, route_EDD
+            if tokens > 0:
+                each, odd = tokens // size, tokens % size
+                for i in range(size):
+                    route_EDD[e, source, holder_H[(source + i) % size]] = each + (1 if i < odd else 0)
+    return True, route_EDD
 
 
 @compiled

@@ -13,10 +13,12 @@ from themis.core.errors import ConfigError, require
 from themis.core.files import replace_text
 from themis.core.topology import Link, Topology
 from themis.models import GPTMoEConfig, ModelConfig, TransformersConfig
-from themis.policies import EP, Policy, Themis, Uniform
+from themis.policies import Policy, make_policy
 from themis.train.data import DataConfig
 
-PolicyName = Literal["ep", "uniform", "themis", "themis-rm"]
+PolicyName = Literal[
+    "ep", "uniform", "faster-moe", "smart-moe", "flex-moe", "eplb", "exact-load", "themis", "themis-rm"
+]
 
 
 @final
@@ -74,20 +76,28 @@ class BatchConfig:
 @final
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Who plans: ep, uniform, themis or themis-rm, and how freely Themis may. See themis.policies.Themis."""
+    """Who plans, and how freely. A policy takes the values it has a use for; see the classes of themis.policies."""
 
     name: PolicyName = "themis"
     """The policy."""
     budget: int = 2
-    """m, replicas a device may hold of a layer."""
+    """m, replicas a device may hold of a layer (themis, themis-rm, eplb, exact-load)."""
     overlap_degree: int | None = None
     """t, experts of a layer that may be replicated; None: as many as attention hides."""
     reshard_interval: int = 100
-    """K, iterations between re-shardings; 0: never."""
+    """K, iterations between re-shardings; 0: never (themis, themis-rm)."""
     calibration: bool = True
     """Whether replicas may be added after the gate."""
     dispatch_rule: Literal["local-first", "balanced"] = "local-first"
-    """How tokens choose among the copies of their expert."""
+    """How tokens choose among the copies of their expert (themis, themis-rm)."""
+    interval: int = 10
+    """Iterations between rearrangements (smart-moe, flex-moe)."""
+    threshold: float = 1.2
+    """Busiest device over the mean that calls for changes (flex-moe)."""
+    extra_slots: int = 2
+    """Replicas a device keeps beyond its even share of experts (flex-moe)."""
+    min_tokens: int = 1024
+    """The fewest tokens that a replica is made for (exact-load)."""
 
     def __post_init__(self) -> None:
         names = typing.get_args(PolicyName)
@@ -99,18 +109,7 @@ class PolicyConfig:
 
     def build(self) -> Policy:
         """The policy itself."""
-        if self.name == "ep":
-            return EP()
-        if self.name == "uniform":
-            return Uniform()
-        return Themis(
-            budget=self.budget,
-            overlap_degree=self.overlap_degree,
-            reshard_interval=self.reshard_interval,
-            calibration=self.calibration,
-            dispatch_rule=self.dispatch_rule,
-            rematerialize=self.name == "themis-rm",
-        )
+        return make_policy(self.name, asdict(self))
 
 
 @final
