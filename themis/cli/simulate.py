@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from themis.cli.parse import parse
-from themis.cli.units import format_bytes
+from themis.cli.simulate_tables import show
 from themis.core.errors import ConfigError, require
 from themis.policies import POLICIES, Policy, make_policy
 from themis.sim import replay
@@ -22,7 +22,6 @@ from themis.sim.hardware import Cluster, read_profile
 from themis.sim.results import Result
 from themis.sim.routing import GeneratedRouting, Routing, Skew, read_routing, typical_share_std
 from themis.sim.simulator import Simulator
-from themis.sim.timeline import KINDS
 from themis.sim.trace import write_trace
 from themis.sim.workload import PAPER_MODELS, ModelShape, Workload, from_config, paper_model
 
@@ -93,7 +92,7 @@ def main(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps({**describe(workload, results), "prediction_r2": r2}))
         return 0
-    _show(workload, results)
+    show(workload, results)
     if r2:
         told = ", ".join(f"{window} iterations {value:.3f}" for window, value in r2.items())
         print(f"R² of the predicted load in the trace, by the iterations averaged: {told}")
@@ -179,38 +178,6 @@ def describe(workload: Workload, results: list[Result]) -> dict[str, Any]:
         rows.append(row)
     size = {"nodes": cluster.num_nodes, "devices": cluster.num_devices, "batch": workload.batch}
     return {"model": asdict(model), "cluster": cluster.name, **size, "policies": rows}
-
-
-def _show(workload: Workload, results: list[Result]) -> None:
-    cluster, model = workload.cluster, workload.model
-    table = Table(
-        title=f"{model.name}: {model.num_layers} layers, {model.num_experts} experts, top-{model.top_k}; cluster "
-        f"{cluster.name}, {cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}, "
-        f"batch {workload.batch}",
-        title_justify="left",
-    )
-    table.add_column("ms an iteration")
-    for result in results:
-        table.add_column(result.policy, justify="right")
-    base = results[0].iteration_s
-    table.add_row("iteration", *(f"{1e3 * r.iteration_s:.2f}" for r in results))
-    table.add_row("speedup over ep", *(f"{base / r.iteration_s:.2f}" for r in results))
-    table.add_row("tokens/s", *(f"{r.tokens_per_s:,.0f}" for r in results))
-    names = {"gather": "exposed SpAG", "reduce": "exposed SpRS", "all_reduce": "exposed AllReduce"}
-    for kind in KINDS:
-        label = names.get(kind, kind.replace("_", " "))
-        table.add_row(f"  {label}", *(f"{1e3 * r.spent_s[kind]:.2f}" for r in results))
-    table.add_row("busiest over mean device", *(f"{r.imbalance:.2f}" for r in results))
-    for link in ("intra", "inter"):
-        moved = (sum(v for k, v in r.bytes_moved.items() if k.endswith(link)) for r in results)
-        where = "inside" if link == "intra" else "between"
-        table.add_row(f"bytes moved {where} nodes", *map(format_bytes, moved))
-    for kind in asdict(results[0].memory):
-        row = (format_bytes(getattr(r.memory, kind)) for r in results)
-        table.add_row(f"memory, {kind.replace('_', ' ')}", *row)
-    totals = (format_bytes(r.memory.total) + (" OUT" if r.out_of_memory else "") for r in results)
-    table.add_row(f"memory of {format_bytes(cluster.device.memory_bytes)}", *totals)
-    Console().print(table)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
