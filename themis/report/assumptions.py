@@ -37,6 +37,8 @@ def policy_options(model: str, cluster: str, policy: str) -> Fields:
         return (("budget", 2 * owned),)
     if policy == "themis-rm":
         return (("budget", 3 * owned),)
+    if policy == "smart-moe":
+        return (("interval", 25),)  # the best in the authors' tests
     if policy == "flex-moe":
         return (("extra_slots", 3 * owned),)
     return ()
