@@ -14,7 +14,18 @@ if TYPE_CHECKING:
     from themis.fssdp import FreshWeights, MixedPrecision, clip_grad_norm_, parallelize, step_report
     from themis.models.export import export
     from themis.models.hub import PretrainedWeights, from_pretrained
-    from themis.policies import EP, EPLB, ExactLoad, FasterMoE, FlexMoE, SmartMoE, Themis, ThemisRM, Uniform
+    from themis.policies import (
+        EP,
+        EPLB,
+        ExactLoad,
+        FasterMoE,
+        FlexMoE,
+        SmartMoE,
+        Themis,
+        ThemisJoint,
+        ThemisRM,
+        Uniform,
+    )
 
 _HOME = {
     "EP": "themis.policies",
@@ -27,6 +38,7 @@ _HOME = {
     "PretrainedWeights": "themis.models.hub",
     "SmartMoE": "themis.policies",
     "Themis": "themis.policies",
+    "ThemisJoint": "themis.policies",
     "ThemisRM": "themis.policies",
     "Uniform": "themis.policies",
     "clip_grad_norm_": "themis.fssdp",
@@ -47,6 +59,7 @@ __all__ = [
     "PretrainedWeights",
     "SmartMoE",
     "Themis",
+    "ThemisJoint",
     "ThemisRM",
     "Uniform",
     "__version__",

@@ -11,7 +11,7 @@ import torch
 from tests.fssdp.harness import WIDTH, Case, assert_same, scripted, train_alone, train_on_rank
 from themis.core.topology import Topology
 from themis.moe import MoEConfig
-from themis.policies import EP, Policy, Themis, ThemisRM
+from themis.policies import EP, Policy, Themis, ThemisJoint, ThemisRM
 from themis.testing.ranks import run_ranks
 
 CASE = Case(
@@ -45,7 +45,12 @@ LONG = dataclasses.replace(
 )
 
 
-POLICIES = {"ep": EP(), "themis": Themis(2, 3, 10), "themis-rm": ThemisRM(2, 3, 10)}
+POLICIES = {
+    "ep": EP(),
+    "themis": Themis(2, 3, 10),
+    "themis-rm": ThemisRM(2, 3, 10),
+    "themis-joint": ThemisJoint(2, 10, estimates=100),
+}
 
 
 @pytest.mark.parametrize("topology", [Topology(1, 1), LONG.topology], ids=["1 rank", "4 ranks"])

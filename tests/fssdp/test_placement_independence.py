@@ -13,7 +13,7 @@ from tests.fssdp.harness import WIDTH, Case, assert_same, scripted, train_alone,
 from themis.core.topology import Topology
 from themis.fssdp import MixedPrecision
 from themis.moe import MoEConfig
-from themis.policies import EP, Themis, ThemisRM
+from themis.policies import EP, Themis, ThemisJoint, ThemisRM
 from themis.testing.ranks import run_ranks
 
 TOPOLOGIES = {1: [Topology(1, 1)], 2: [Topology(1, 2), Topology(2, 1)], 4: [Topology(2, 2), Topology(1, 4)]}
@@ -40,6 +40,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
                 EP(),
                 Themis(budget=2, overlap_degree=3, reshard_interval=1, dispatch_rule=rule),
                 ThemisRM(2, 3, 1),
+                ThemisJoint(budget=2, reshard_interval=1, estimates=40),
                 scripted(seed, rematerialize_replicas=rematerialize, rule=rule, reshard_every=1),
                 scripted(seed, rematerialize_replicas=rematerialize, rule=rule, density=1.0),
                 scripted(seed, rematerialize_replicas=rematerialize, density=0.2, kept=0.3, reshard_every=1),

@@ -105,8 +105,8 @@ class LayerCall(DispatchCall):
             self.tokens_ED = np.ascontiguousarray(counts_DE.T)
             self._experts_TK = experts_TK
             context = layer.context()
-            self.placement = layer.policy.calibrate(self.placement, self.tokens_ED, context)
-            self.replicas.extend(self.placement)
+            self.placement = layer.checked(layer.policy.calibrate(self.placement, self.tokens_ED, context))
+            self.replicas.change(self.placement)
             self.route_EDD = layer.policy.route(self.placement, self.tokens_ED, context)
             self._rows = RowRoute.of(self.route_EDD, layer.mesh.rank, self.replicas.slots, layer.mesh.device)
         self.replicas.ensure()

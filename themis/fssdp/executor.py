@@ -61,6 +61,7 @@ class Executor:
         self.layers = list(layers)
         self.layers[-1].is_last = True
         self.predictor = LoadPredictor(policy.prediction_window)
+        self._source_predictor = LoadPredictor(policy.prediction_window)
         self.iteration = 0
         self.watch = watch
         self._begun_iteration = 0
@@ -124,15 +125,25 @@ class Executor:
 
     def end_iteration(self) -> None:
         """The optimizer has stepped: what was counted becomes one observation of the load."""
-        counted_LE = np.stack([layer.counted_ED.sum(axis=1) for layer in self.layers])
-        if not counted_LE.any():
+        counted_LED = np.stack([layer.counted_ED for layer in self.layers])
+        if not counted_LED.any():
             return
-        self.predictor.observe(counted_LE.astype(np.float64))
+        self.predictor.observe(counted_LED.sum(axis=2))
         self._predicted_LE = self.predictor.predict()
+        if self.policy.plans_by_source:
+            self._predict_sources(counted_LED)
         self.iteration += 1
         for layer in self.layers:
             layer.counted_ED[:] = 0
             layer.end_iteration()
+
+    def _predict_sources(self, counted_LED: NDArray[np.int64]) -> None:
+        layers, experts, devices = counted_LED.shape
+        self._source_predictor.observe(counted_LED.reshape(layers, experts * devices))
+        predicted = self._source_predictor.predict()
+        assert predicted is not None
+        for layer, predicted_ED in zip(self.layers, predicted.reshape(layers, experts, devices), strict=True):
+            layer.predicted_ED = predicted_ED
 
     def state_dict(self) -> dict[str, Any]:
         """What resuming needs, as JSON-able values; the experts' content is the model's and the optimizer's own."""

@@ -74,8 +74,12 @@ class Replicas:
         self._fill_kept()
         self._gather(self._plan)
 
-    def extend(self, placement: Placement) -> None:
-        """Add the copies by which `placement` exceeds the present one; their gathering starts at once."""
+    def change(self, placement: Placement) -> None:
+        """Hold the copies of `placement`; gathering of those that are new starts at once.
+
+        They take the places of those that `placement` lacks: gathers run one after another, so what arrives there first
+        is overwritten.
+        """
         if placement is self._placement:
             return
         assert self.state is not ReplicaState.ABSENT
@@ -83,7 +87,10 @@ class Replicas:
         self.first_gathers.append(addition)
         before = set(self.slots)
         self._placement, self._plan = placement, self._layer.transfers(self._layer.shard.held, placement)
-        self._allocate([e for e in self.slots if e not in before])
+        room = [self._chunks.pop(e) for e in sorted(before - set(self.slots))]
+        added = [e for e in self.slots if e not in before]
+        self._chunks |= dict(zip(added, room, strict=False))
+        self._allocate(added[len(room) :])
         self._gather(addition)
 
     def ensure(self) -> None:

@@ -79,6 +79,8 @@ class ShardedLayer:
         self.clock = AttentionClock(mesh.device)
         self.anchor = torch.zeros(1, device=mesh.device, requires_grad=any(shard.trainable.values()))
         self.attention_s: float | None = None
+        #: What each device is predicted to send, for policies that plan by source.
+        self.predicted_ED: NDArray[np.float64] | None = None
         self.is_last = False
         self.recorders: list[Recorder] = []
         self._reductions: list[Reduction] = []
@@ -94,7 +96,17 @@ class ShardedLayer:
 
     def context(self) -> LayerContext:
         """What the policy may know."""
-        return LayerContext(self.mesh.topology, self.cost, self.attention_s)
+        previous = None if self.last_decision is None else self.last_decision.placement
+        return LayerContext(self.mesh.topology, self.cost, self.attention_s, self.predicted_ED, previous)
+
+    def checked(self, placement: Placement) -> Placement:
+        """`placement`, which a policy has returned; ConfigError where it lacks what is kept."""
+        if (self.shard.held.placement_ED & ~placement.placement_ED).any():
+            raise ConfigError(
+                f"policy {self.policy.name!r} placed layer {self.index} without an expert where it is kept; "
+                "what `place` and `calibrate` return must contain the persistent placement"
+            )
+        return placement
 
     def transfers(self, before: Placement, after: Placement) -> TransferPlan:
         """The transfers, from the owners, of the copies by which `after` exceeds `before`."""
@@ -122,13 +134,7 @@ class ShardedLayer:
 
     def open_call(self, load_E: NDArray[np.float64] | None, key: object, keep: bool) -> LayerCall:
         """A new pass for the predicted load; `keep` holds on to it until the iteration's end."""
-        placement = self.policy.place(self.shard.held, load_E, self.context())
-        if (self.shard.held.placement_ED & ~placement.placement_ED).any():
-            raise ConfigError(
-                f"policy {self.policy.name!r} placed layer {self.index} without an expert where it is kept; "
-                "what `place` returns must contain `held`"
-            )
-        call = LayerCall(self, placement, key)
+        call = LayerCall(self, self.checked(self.policy.place(self.shard.held, load_E, self.context())), key)
         self._open = [ref for ref in self._open if ref() is not None]
         self._open.append(weakref.ref(call))
         if keep:

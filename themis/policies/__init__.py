@@ -13,6 +13,7 @@ from themis.policies.faster_moe import FasterMoE
 from themis.policies.flex_moe import FlexMoE
 from themis.policies.smart_moe import SmartMoE
 from themis.policies.themis import Themis, ThemisRM
+from themis.policies.themis_joint import ThemisJoint
 
 #: Makers of each policy with its defaults, by the name that the command line uses.
 POLICIES: Mapping[str, Callable[[], Policy]] = {
@@ -25,6 +26,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "exact-load": ExactLoad,
     "themis": Themis,
     "themis-rm": ThemisRM,
+    "themis-joint": ThemisJoint,
 }
 
 
@@ -48,6 +50,7 @@ __all__ = [
     "Policy",
     "SmartMoE",
     "Themis",
+    "ThemisJoint",
     "ThemisRM",
     "Uniform",
     "make_policy",

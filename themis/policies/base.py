@@ -21,12 +21,16 @@ from themis.planning import dispatch
 class LayerContext:
     """What a policy may know of a layer: the cluster, the layer's costs, and the window its transfers hide in.
 
-    attention_s: seconds of the attention that runs before the layer, None while it has not been measured.
+    attention_s: seconds of the attention that runs before the layer, None while it has not been measured. Only for
+    policies that plan by source, predicted_ED: float64 [E, D], predicted tokens of each device, None before the first
+    observation; previous: the placement of the last iteration, None before the first.
     """
 
     topology: Topology
     cost: LayerCost
     attention_s: float | None = None
+    predicted_ED: NDArray[np.float64] | None = None
+    previous: Placement | None = None
 
 
 class Policy(ABC):
@@ -51,6 +55,11 @@ class Policy(ABC):
     def prediction_window(self) -> int:
         """Iterations that the predicted load averages over."""
         return 5
+
+    @property
+    def plans_by_source(self) -> bool:
+        """Whether contexts must tell what each device sends, and the last placement."""
+        return False
 
     @property
     def dispatch_rule(self) -> str:
@@ -91,10 +100,19 @@ class Policy(ABC):
         return None
 
     def calibrate(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> Placement:
-        """The placement to compute with, now that the counts int64 [E, D] are known: `placement` or more."""
+        """The placement to compute with, now that the counts int64 [E, D] are known.
+
+        It contains the layer's persistent placement. Replicas that it adds are gathered before the tokens leave; those
+        that it leaves out make room.
+        """
         del tokens_ED, context
         return placement
 
     def route(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> NDArray[np.int64]:
         """int64 [E, source, destination]: how many tokens of each source go to which copy."""
         return dispatch(tokens_ED, placement.placement_ED, context.topology, rule=self.dispatch_rule, cost=context.cost)
+
+
+def is_due(iteration: int, interval: int) -> bool:
+    """Whether something that happens every `interval` iterations, 0 for never, happens before `iteration`."""
+    return interval > 0 and iteration > 0 and iteration % interval == 0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from themis.core.errors import is_whole, require
 from themis.core.placement import Placement, even_owner
 from themis.planning.expand import adjust
-from themis.policies.base import LayerContext, Policy
+from themis.policies.base import LayerContext, Policy, is_due
 
 
 @final
@@ -55,7 +55,7 @@ class FlexMoE(Policy):
         self, iteration: int, load_LE: NDArray[np.float64] | None, held_L: Sequence[Placement], context: LayerContext
     ) -> Sequence[Placement]:
         """The changes that pay, when it is time to look."""
-        if load_LE is None or iteration == 0 or iteration % self.interval:
+        if load_LE is None or not is_due(iteration, self.interval):
             return held_L
         devices = context.topology.num_devices
         slots_D = np.bincount(even_owner(held_L[0].num_experts, devices), minlength=devices) + self.extra_slots

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from themis.core.errors import is_whole, require
 from themis.core.placement import Placement, moved_owners
 from themis.planning.exchange import exchange_owners
-from themis.policies.base import LayerContext, Policy
+from themis.policies.base import LayerContext, Policy, is_due
 
 
 @final
@@ -45,7 +45,7 @@ class SmartMoE(Policy):
         self, iteration: int, load_LE: NDArray[np.float64] | None, held_L: Sequence[Placement], context: LayerContext
     ) -> Sequence[Placement]:
         """The greedy exchange, when it is due."""
-        if load_LE is None or iteration == 0 or iteration % self.interval:
+        if load_LE is None or not is_due(iteration, self.interval):
             return held_L
         devices = context.topology.num_devices
         pairs = zip(held_L, load_LE, strict=True)

@@ -11,8 +11,17 @@ from numpy.typing import NDArray
 
 from themis.core.errors import is_whole, require
 from themis.core.placement import Placement, moved_owners
+from themis.core.topology import Topology
 from themis.planning import calibrate, materialize, overlap_degree, shard
-from themis.policies.base import LayerContext, Policy
+from themis.policies.base import LayerContext, Policy, is_due
+
+
+def sharded(
+    held_L: Sequence[Placement], load_LE: NDArray[np.float64], topology: Topology, degree: int
+) -> list[Placement]:
+    """The owners of Algorithm 2, no replica beside them."""
+    owner_LE = np.stack([held.owner_E for held in held_L])
+    return moved_owners(held_L, shard(load_LE, topology, overlap_degree=degree, current_LE=owner_LE))
 
 
 @final
@@ -77,12 +86,9 @@ class Themis(Policy):
         self, iteration: int, load_LE: NDArray[np.float64] | None, held_L: Sequence[Placement], context: LayerContext
     ) -> Sequence[Placement]:
         """Algorithm 2 every `reshard_interval` iterations: owners move, and nothing else is kept."""
-        due = self.reshard_interval > 0 and iteration > 0 and iteration % self.reshard_interval == 0
-        if not due or load_LE is None:
+        if load_LE is None or not is_due(iteration, self.reshard_interval):
             return held_L
-        owner_LE = np.stack([held.owner_E for held in held_L])
-        new_LE = shard(load_LE, context.topology, overlap_degree=self.degree(context), current_LE=owner_LE)
-        return moved_owners(held_L, new_LE)
+        return sharded(held_L, load_LE, context.topology, self.degree(context))
 
     def place(self, held: Placement, load_E: NDArray[np.float64] | None, context: LayerContext) -> Placement:
         """Algorithm 1 on the predicted load."""

@@ -39,7 +39,9 @@ class Simulator:
         self.context = LayerContext(cluster.topology, workload.cost, workload.window_s)
         even = shard_only(even_owner(model.num_experts, cluster.num_devices), cluster.num_devices)
         self._held_L: Sequence[Placement] = [even] * model.num_layers
-        self._predictor = LoadPredictor(max(1, self.policy.prediction_window))
+        self._predictor = LoadPredictor(self.policy.prediction_window)
+        self._sources = [LoadPredictor(self.policy.prediction_window) for _ in range(model.num_layers)]
+        self._placed_L: list[Placement | None] = [None] * model.num_layers
         self._iteration = 0
         self._forced_ED = _forced(workload, policy)
         self._dense = all_reduce_time(model.layer_parameters * model.element_bytes, cluster)
@@ -69,6 +71,8 @@ class Simulator:
             tokens_ED = self.routing.tokens_ED(layer) if self._forced_ED is None else self._forced_ED
             observed.append(tokens_ED.sum(axis=1))
             layers.append(self._price(layer, None if load_LE is None else load_LE[layer], tokens_ED))
+            if self.policy.plans_by_source:
+                self._sources[layer].observe(tokens_ED)
         self._predictor.observe(np.stack(observed))
         timeline = Timeline(self.workload.cluster, record=record)
         timeline.run([layer.times for layer in layers], self._fixed(moves))
@@ -86,14 +90,17 @@ class Simulator:
         return self._time(_sum(moved))
 
     def _price(self, layer: int, load_E: NDArray[np.float64] | None, tokens_ED: NDArray[np.int64]) -> PricedLayer:
-        workload, policy, context, held = self.workload, self.policy, self.context, self._held_L[layer]
+        workload, policy, held = self.workload, self.policy, self._held_L[layer]
+        context = replace(self.context, predicted_ED=self._sources[layer].predict(), previous=self._placed_L[layer])
         model, size = workload.model, workload.model.expert_bytes
         placed = policy.place(held, load_E, context)
         final = policy.calibrate(placed, tokens_ED, context)
         loads = dispatch_loads(policy, final, tokens_ED, context)
         crossing = loads.scaled(model.token_bytes)
+        self._placed_L[layer] = final
         before, after = self._added(held, placed, size), self._added(placed, final, size)
-        home, sync = _sum([before, after]), self._synchronised(layer, held)
+        home = before if final is placed else self._added(held, final, size)
+        sync = self._synchronised(layer, held)
         again = policy.rematerialize and layer < model.num_layers - 1
         times = LayerTimes(
             attention_s=workload.window_s,
@@ -109,7 +116,7 @@ class Simulator:
             sync=self._time(sync) + self._time(sync),
             dense=self._dense,
         )
-        gathered = home.scaled(2) if again and home is not None else home
+        gathered = _sum([before, after, home if again else None])
         moved = {"all_to_all": crossing.scaled(4), "gather": gathered, "reduce": home}
         moved["sync"] = None if sync is None else sync.scaled(2)
         replicas_D = final.placement_ED.sum(axis=0) - held.placement_ED.sum(axis=0)

@@ -130,12 +130,16 @@ class ScriptedPolicy(Policy):
         return held.merge(self._draw().random(held.placement_ED.shape) < self.density)
 
     def calibrate(self, placement: Placement, tokens_ED: NDArray[np.int64], context: LayerContext) -> Placement:
-        """More random replicas; sometimes none."""
+        """More random replicas, or others; sometimes none."""
         del tokens_ED, context
         draw = self._draw()
         if draw.random() < 0.5:
             return placement
-        return placement.merge(draw.random(placement.placement_ED.shape) < self.density / 2)
+        added_ED = draw.random(placement.placement_ED.shape) < self.density / 2
+        if self.kept == 0 and draw.random() < 0.5:
+            stays_ED = draw.random(added_ED.shape) < 0.5
+            placement = Placement(placement.owner_E, placement.placement_ED & (stays_ED | ~placement.replicas_ED))
+        return placement.merge(added_ED)
 
     def _draw(self) -> np.random.Generator:
         self._drawn[0] += 1

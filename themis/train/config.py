@@ -17,7 +17,7 @@ from themis.policies import Policy, make_policy
 from themis.train.data import DataConfig
 
 PolicyName = Literal[
-    "ep", "uniform", "faster-moe", "smart-moe", "flex-moe", "eplb", "exact-load", "themis", "themis-rm"
+    "ep", "uniform", "faster-moe", "smart-moe", "flex-moe", "eplb", "exact-load", "themis", "themis-rm", "themis-joint"
 ]
 
 
@@ -81,11 +81,11 @@ class PolicyConfig:
     name: PolicyName = "themis"
     """The policy."""
     budget: int = 2
-    """m, replicas a device may hold of a layer (themis, themis-rm, eplb, exact-load)."""
+    """m, replicas a device may hold of a layer (themis, themis-rm, themis-joint, eplb, exact-load)."""
     overlap_degree: int | None = None
     """t, experts of a layer that may be replicated; None: as many as attention hides."""
     reshard_interval: int = 100
-    """K, iterations between re-shardings; 0: never (themis, themis-rm)."""
+    """K, iterations between re-shardings; 0: never (themis, themis-rm, themis-joint)."""
     calibration: bool = True
     """Whether replicas may be added after the gate."""
     dispatch_rule: Literal["local-first", "balanced"] = "local-first"

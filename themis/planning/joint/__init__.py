@@ -1,0 +1,1 @@
+"""Placement and split chosen together: our own planner (docs/joint.md)."""
